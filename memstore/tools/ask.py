@@ -13,7 +13,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, printable
-from memstore.report import Page, Report, Sheet, cell
+from memstore.report import Page, Report, cell
 from memstore.tools.models import LoadedModel, chosen_name, load_recorded
 from memstore.tools.verb import Device, Filter, Index, Json, MemoryUrl, Threads, TopK, index_bar, use_threads, waiting
 
@@ -303,8 +303,8 @@ def document_name(memory: Memory, wanted: str | None, how: str = "--document") -
 
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
     page.sheet(data["sources"])
-    if isinstance(page, Sheet):  # its table has the sources alone
-        typer.echo(printable(data["answer"]), err=True)
+    if beside := page.brief("", data["answer"]):  # people have seen it, and the table has the sources alone
+        typer.echo(printable(str(beside)), err=True)
     page.line()  # ends the answer that was printed piece by piece
     if data["found"] is False:
         page.line("\n" + nothing_found(data["absent"]))

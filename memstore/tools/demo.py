@@ -7,17 +7,15 @@ times its training length: filler with five pass keys, and prose with five needl
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,8 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, MemstoreError
-from memstore.paths import python_module
+from memstore.errors import InvalidArgument
 from memstore.readers.kinds import PASSKEY, load_folder, quiet_transformers, shipped_model
 from memstore.report import Page, Report
 from memstore.tools.models import (
@@ -43,7 +40,7 @@ from memstore.tools.verb import Dtype, Json, Threads, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
-    from memstore.eval.needles import Haystack
+    from memstore.eval.needles import Haystack, Needle
     from memstore.eval.tasks import Sample
 
 TOKENS, VOLUMES = 1_000_000, 5
@@ -115,16 +112,12 @@ def _new_folder(keep: Path | None) -> Iterator[Path]:
             raise
 
 
-def _asked_in_new_process(asking: str, request: dict[str, Any], *, say: bool) -> dict[str, Any]:
-    """Run ``asking``, one of ``ASKING``, on ``request`` in a new process and return its result."""
+def _in_new_process(ask: Callable[..., dict[str, Any]], *given: object, say: bool) -> dict[str, Any]:
+    """Return the result of ``ask(*given)`` in a new process."""
     if say:
         print("\nThe memory is closed. A new process opens it and asks for the hidden facts.\n", flush=True)
-    given = jsonlib.dumps({"asking": asking, **request})
-    command = python_module("memstore.tools.demo")
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MemstoreError(f"the asking process ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
-    answer: dict[str, Any] = jsonlib.loads(done.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        answer = pool.submit(ask, *given).result()
     return answer | {"reopened_in_new_process": answer["pid"] != os.getpid()}
 
 
@@ -161,12 +154,7 @@ def run_drt(
     weights = Path(resolve_model(str(model)))
     with _new_folder(keep) as folder:
         figures, samples = _read_volumes(weights, folder, seed, tokens, say=not json)
-        questions = {
-            name: asdict(sample) | {"hops": [[hop.start, hop.stop] for hop in sample.hops]}
-            for name, sample in samples.items()
-        }
-        request = {"weights": str(weights), "folder": str(folder), "questions": questions, "threads": threads}
-        asked = _asked_in_new_process("volumes", request, say=not json)
+        asked = _in_new_process(_ask_volumes, weights, folder, samples, threads, say=not json)
         result = figures | asked | {"disk_bytes": disk_bytes(folder), "seed": seed}
     if not json:
         _show_volumes(result)
@@ -218,16 +206,14 @@ def _passkeys(model: Any, tokenizer: Any, filler: Filler, seed: int, tokens: int
     }
 
 
-def _ask_volumes(
-    weights: str, folder: str, questions: dict[str, dict[str, Any]], threads: int | None
-) -> dict[str, Any]:
+def _ask_volumes(weights: Path, folder: Path, samples: dict[str, Sample], threads: int | None) -> dict[str, Any]:
     """Open the memory and ask each volume: the work of the second process."""
     use_threads(threads)
     begun = time.perf_counter()
     with quiet_transformers():
-        model, tokenizer = load_folder(Path(weights))
+        model, tokenizer = load_folder(weights)
     with memstore.open(folder, mode="r") as memory:
-        answers = [_ask_volume(model, tokenizer, memory, name, values) for name, values in questions.items()]
+        answers = [_ask_volume(model, tokenizer, memory, name, sample) for name, sample in samples.items()]
     return {
         "answers": answers,
         "passkeys_asked": len(answers),
@@ -237,12 +223,10 @@ def _ask_volumes(
     }
 
 
-def _ask_volume(model: Any, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
+def _ask_volume(model: Any, tokenizer: Any, memory: Any, name: str, sample: Sample) -> dict[str, Any]:
     from memstore.eval.evaluation import needle_blocks
     from memstore.eval.run import ask, block_tokens, past_of
-    from memstore.eval.tasks import Sample
 
-    sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
     # The question without the filler that aligns it with a block.
     question = "|" + str(tokenizer.decode(sample.prompt)).rpartition("|")[2]
     with memstore.attach(model, memory, document=name, tokenizer=tokenizer) as reader:
@@ -318,14 +302,11 @@ def run_stock(
             texts = _texts(loaded, seed, tokens)
             figures = _read_texts(loaded, texts, folder, model, scored=scored, say=not json)
         del loaded
-        questions = [
-            [name, needle.kind, needle.prompt, needle.answer] for name, hay in texts.items() for needle in hay.needles
-        ]
-        request = {"folder": str(folder), "questions": questions, "threads": threads}
-        asked = _asked_in_new_process("texts", request, say=not json)
+        questions = [(name, needle) for name, hay in texts.items() for needle in hay.needles]
+        asked = _in_new_process(_ask_texts, folder, questions, threads, say=not json)
         peaks = {name: max(getattr(peak, name), asked[f"peak_{name}"]) for name in ("anonymous_bytes", "rss_bytes")}
         result = figures | asked | {f"peak_{name}": value for name, value in peaks.items()}
-        result |= {**_counts(asked["answers"]), "disk_bytes": disk_bytes(folder), "seed": seed}
+        result |= {"disk_bytes": disk_bytes(folder), "seed": seed}
     if not json:
         _show_texts(result)
         print("", *what_to_type(keep, f"memstore demo --model {quote(model)}"), sep="\n")
@@ -372,7 +353,7 @@ def _attached(loaded: LoadedModel, memory: memstore.Memory | Path, document: str
     return memstore.attach(loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval)
 
 
-def _ask_texts(folder: str, questions: list[list[str]], threads: int | None) -> dict[str, Any]:
+def _ask_texts(folder: Path, questions: list[tuple[str, Needle]], threads: int | None) -> dict[str, Any]:
     """Open the memory and ask all questions: the work of the second process."""
     from memstore.resources import PeakMemory
 
@@ -380,39 +361,33 @@ def _ask_texts(folder: str, questions: list[list[str]], threads: int | None) -> 
     with PeakMemory() as peak, memstore.open(folder, mode="r") as memory:
         loaded = load_recorded(memory, None, None, device="cpu")
         answers = [_ask_text(loaded, memory, *question) for question in questions]
+    keys, facts = ([each["found"] for each in answers if each["document"] == text] for text in (FILLER, PROSE))
     return {
         "answers": answers,
+        "passkeys_asked": len(keys),
+        "needles_asked": len(facts),
+        "passkeys_found": sum(keys),
+        "needles_found": sum(facts),
         "peak_anonymous_bytes": peak.anonymous_bytes,
         "peak_rss_bytes": peak.rss_bytes,
         "pid": os.getpid(),
     }
 
 
-def _ask_text(
-    loaded: LoadedModel, memory: memstore.Memory, document: str, kind: str, prompt: str, expected: str
-) -> dict[str, Any]:
-    from memstore.eval.needles import Needle
-
+def _ask_text(loaded: LoadedModel, memory: memstore.Memory, document: str, needle: Needle) -> dict[str, Any]:
     with _attached(loaded, memory, document) as attached:
-        told = attached.ask(prompt, raw=True, max_tokens=ANSWER_TOKENS, trace=True)
+        told = attached.ask(needle.prompt, raw=True, max_tokens=ANSWER_TOKENS, trace=True)
         blocks = told.sources()
     return {
         "document": document,
-        "kind": kind,
-        "prompt": prompt.strip(),
-        "expected": expected,
+        "kind": needle.kind,
+        "prompt": needle.prompt.strip(),
+        "expected": needle.answer,
         "answer": told.text.strip(),
-        "found": Needle(kind, "", "", expected).found_in(told.text),
+        "found": needle.found_in(told.text),
         "blocks": [{"block": each.block, "text": each.text} for each in blocks],
         "trace": told.trace,
     }
-
-
-def _counts(answers: list[dict[str, Any]]) -> dict[str, int]:
-    keys = [each["found"] for each in answers if each["document"] == FILLER]
-    facts = [each["found"] for each in answers if each["document"] == PROSE]
-    found = {"passkeys_found": sum(keys), "needles_found": sum(facts)}
-    return {"passkeys_asked": len(keys), "needles_asked": len(facts), **found}
 
 
 def _show_texts(result: dict[str, Any]) -> None:
@@ -440,11 +415,3 @@ def _show_texts(result: dict[str, Any]) -> None:
             "on disk": f"{result['disk_bytes'] * _MEBI:,.0f} MiB",
         }
     )
-
-
-ASKING: dict[str, Callable[..., dict[str, Any]]] = {"volumes": _ask_volumes, "texts": _ask_texts}
-"""Jobs of the second process, by name."""
-
-if __name__ == "__main__":
-    asked = jsonlib.load(sys.stdin)
-    print(jsonlib.dumps(ASKING[asked.pop("asking")](**asked)))

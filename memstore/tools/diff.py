@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +32,7 @@ Documents = Annotated[
     typer.Option(metavar="X Y", help="Compare only these two: X of the first memory with Y of the other."),
 ]
 COLUMNS = ("document", "memory tokens", "other tokens", "common tokens", "common blocks", "states")
-_SIDES = {"_a": "memory_", "_b": "other_"}
+_NAMES = {"name_a": "memory_name", "name_b": "other_name", "tokens_a": "memory_tokens", "tokens_b": "other_tokens"}
 
 
 def diff(memory: MemoryUrl, other: Other = None, *, documents: Documents = None) -> Report:
@@ -88,7 +87,7 @@ def _document(each: DocumentDifference, ours: Memory, theirs: Memory) -> dict[st
             "memory": _side(ours, ours.document(each.name_a), each.common_tokens),
             "other": _side(theirs, theirs.document(each.name_b), each.common_tokens),
         }
-    facts = {_SIDES.get(key[-2:], "") + re.sub("_[ab]$", "", key): value for key, value in asdict(each).items()}
+    facts = {_NAMES.get(key, key): value for key, value in asdict(each).items()}
     return facts | {"same": each.same, "first_difference": sides}
 
 

@@ -65,7 +65,7 @@ def ls(memory: MemoryUrl) -> Report:
 
     def text(page: Page) -> None:
         columns = [*_DOCUMENT, *(column for column in _WHERE_ANY if any(document[column] for document in documents))]
-        rows = [[_told(page, column, document[column]) for column in columns] for document in documents]
+        rows = [[_cell(page, column, document[column]) for column in columns] for document in documents]
         alike = Counter(normalize("NFC", str(document["document"])) for document in documents)
         for row in rows:
             if alike[normalize("NFC", str(row[0]))] > 1:  # two names that look the same, in other code points
@@ -75,12 +75,14 @@ def ls(memory: MemoryUrl) -> Report:
     return Report(data={"memory": memory, "documents": documents}, text=text)
 
 
-def _told(page: Page, column: str, value: Any) -> object:
-    """Return a note as it was given, a time as local time for people, and other values unchanged."""
+def _cell(page: Page, column: str, value: Any) -> object:
+    """Return notes as they were given, a time as local time for people, and other values unchanged."""
+    if column == "meta":
+        return ", ".join(f"{key}={each}" for key, each in value.items()) or None
     if column in ("expires", "changed") and value is not None:
         with suppress(OverflowError):  # the maker of the memory may have stored the end of the year 9999
             return page.brief(f"{datetime.fromisoformat(value).astimezone():%Y-%m-%d %H:%M}", value)
-    return ", ".join(f"{key}={each}" for key, each in value.items()) or None if isinstance(value, dict) else value
+    return value
 
 
 def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: ModelThatRead = None) -> Report:
@@ -163,7 +165,7 @@ def filled(states: Tensor, tokens: int, block_size: int) -> Tensor:
 def norm_summary(vectors: Tensor) -> dict[str, float]:
     """Return the number of vectors along the last dimension, and the range of their Euclidean norms."""
     norms = vectors.float().norm(dim=-1)
-    return {"vectors": norms.numel()} | {name: getattr(norms, name)().item() for name in ("min", "mean", "max")}
+    return {"vectors": norms.numel(), "min": norms.min().item(), "mean": norms.mean().item(), "max": norms.max().item()}
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:

@@ -60,12 +60,15 @@ class Contents:
         return cls(memory.spec, model, dtype if isinstance(dtype, str) else None, documents, files, stats)
 
     def room(self, named: Collection[str]) -> int | None:
-        """Return the bytes left within the limit. If it evicts, beside pinned documents and those ``named``."""
-        rules = self.stats["rules"]
-        most, refuses = rules["max_bytes"], rules["when_full"] == "refuse"
-        kept = sum(self.documents.get(name, 0) for name in {*named, *rules["pinned"]})
-        share = 1.0 if refuses else kept / max(1, sum(self.documents.values()))
-        return None if most is None else max(0, most - math.ceil(self.stats["used_bytes"] * share))
+        """Return the bytes left within the limit, if any. If it evicts, beside pinned documents and those ``named``."""
+        rules, used = self.stats["rules"], int(self.stats["used_bytes"])
+        most: int | None = rules["max_bytes"]
+        if most is None:
+            return None
+        if rules["when_full"] != "refuse":  # all others may go; bytes are taken to be as tokens
+            kept = sum(self.documents.get(name, 0) for name in {*named, *rules["pinned"]})
+            used = math.ceil(used * kept / max(1, sum(self.documents.values())))
+        return max(0, most - used)
 
     @classmethod
     def at(cls, url: str, model: str | None) -> Contents | None:
@@ -112,6 +115,10 @@ class ReadPlan:
     """Documents of ``gone`` that are pinned, so they are not pruned."""
     evicted: list[str] = field(default_factory=list)
     """Documents that were forgotten during the reading, for the limit or their time to live."""
+    cost: Cost | None = None
+    """Rough cost of reading; None if there is nothing to read."""
+    done: list[dict[str, Any]] = field(default_factory=list)
+    """The result for each file that was read."""
 
     @property
     def documents(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -118,11 +118,6 @@ class Options:
         return len(self.text) == 1 and not Path(self.text[0]).is_dir()
 
 
-Done = list[dict[str, Any]]
-"""The results for each file that was read."""
-News = tuple[ReadPlan, Done]
-
-
 @taking(Options)
 def read(options: Options) -> Report:
     """Let a model read texts into a memory.
@@ -155,40 +150,57 @@ def read(options: Options) -> Report:
         raise InvalidArgument("--cost reads nothing, and --watch reads every change: leave one of them out.")
     if options.text.count(STDIN) > 1:
         raise InvalidArgument("- is given twice, but standard input can be read only once. Name it once.")
-    noted = parse_meta(options.meta)
-
-    loaded: list[LoadedModel] = []
-
-    def load(name: str, dtype: str, *, new: bool = False) -> LoadedModel:
-        if not loaded:  # a watch keeps its model, whatever the memory calls it by then
-            with waiting(f"loading {name}", show=not options.json):
-                use_threads(options.threads)
-                weights = not (options.cost and new and options.device == "cpu")
-                loaded.append(load_model(name, dtype, device=options.device, weights=weights))
-        return loaded[0]
-
-    def once() -> News:
-        return _once(options, noted, load)
-
-    plan, done = once()
-    if options.watch:
-        _watch(once, load, (plan, done), options)
-    return _report(plan, done, options)
+    reading = Reading(options)
+    return _report(reading.watch() if options.watch else reading.once(), options)
 
 
-def _once(options: Options, noted: Mapping[str, str], load: Callable[..., LoadedModel]) -> News:
-    """Read the new and changed files."""
-    known = Contents.at(options.memory, options.model)
-    spec = None if known is None else known.spec
-    check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
-    compare = False
-    if known is not None:
-        another = options.model is not None and lasting_name(options.model) != known.model
-        dtype = precision(options.dtype, options.device) if options.dtype else known.dtype
-        # Every file is compared with its stored reading, and refused.
-        compare = another or options.top_k is not None or dtype != known.dtype
+class Reading:
+    """A run of ``memstore read``: what it was asked for, and the model that it loads at most once."""
 
-    def planned() -> ReadPlan:
+    def __init__(self, options: Options) -> None:
+        self.options, self.noted = options, parse_meta(options.meta)
+        self.loaded: LoadedModel | None = None
+        self.told: set[str] = set()
+        """Lines about files and documents that a watch has printed."""
+
+    def load(self, name: str, dtype: str, *, weights: bool = True) -> LoadedModel:
+        """Return the model; a watch keeps it, whatever the memory calls it by then."""
+        if self.loaded is None:
+            with waiting(f"loading {name}", show=not self.options.json):
+                use_threads(self.options.threads)
+                self.loaded = load_model(name, dtype, device=self.options.device, weights=weights)
+        return self.loaded
+
+    def once(self) -> ReadPlan:
+        """Read the new and changed files, and return what was found and done."""
+        options = self.options
+        known = Contents.at(options.memory, options.model)
+        spec = None if known is None else known.spec
+        check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
+        plan = self.plan(known)
+        if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
+            over = [f"{each['path']} ({each['reason']})" for each in plan.passed_over[:FEW]]
+            lacking = f"passed over {', '.join(over)}" if over else "it has no text files"
+            raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: {lacking}.")
+        if plan.read:
+            self.read(plan, known)
+        if known is not None and not options.cost:
+            _note(options.memory, known, plan, self.noted)
+            # A renamed file has taken its pin along.
+            pinned = {*known.stats["rules"]["pinned"]} - {each.moved for each in plan.read}
+            plan.pinned = [name for name in plan.gone if name in pinned]
+            if options.prune and plan.gone != plan.pinned:
+                self.prune(plan, known)
+        return plan
+
+    def plan(self, known: Contents | None) -> ReadPlan:
+        """Find the files, and compare them with what is ``known``."""
+        options, compare = self.options, False
+        if known is not None:
+            another = options.model is not None and lasting_name(options.model) != known.model
+            dtype = precision(options.dtype, options.device) if options.dtype else known.dtype
+            # Every file is compared with its stored reading, and refused.
+            compare = another or options.top_k is not None or dtype != known.dtype
         before = [Path(each) for each in options.text if Path(each).is_dir()]
         found = list(find(options.text))
         # If a folder was missing before, during or after the search, its files are not lost.
@@ -204,56 +216,107 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
         lost, encoding = gone(known, found, folders), options.encoding
         return plan_of(found, known, options.document, encoding=encoding, alone=alone, gone=lost, compare=compare)
 
-    plan = planned()
-    if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
-        over = [f"{each['path']} ({each['reason']})" for each in plan.passed_over[:FEW]]
-        lacking = f"passed over {', '.join(over)}" if over else "it has no text files"
-        raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: {lacking}.")
-    done: Done = []
-    if plan.read:
-        done = _read_all(plan, known, options, noted, load)
-    if options.cost or known is None:
-        return plan, done
-    _note(options.memory, known, plan, noted)
-    # A renamed file has taken its pin along.
-    pinned = {*known.stats["rules"]["pinned"]} - {each.moved for each in plan.read}
-    if options.prune and not pinned.issuperset(plan.gone):
-        if options.watch:  # an editor that writes a file anew may have removed or emptied it for a moment
+    def prune(self, plan: ReadPlan, known: Contents) -> None:
+        """Forget the documents of ``plan.gone``, except pinned ones."""
+        if self.options.watch:  # an editor that writes a file anew may have removed or emptied it for a moment
             time.sleep(PAUSE)
-            plan.gone = [name for name in planned().gone if name in plan.gone]
-        with memstore.open(options.memory) as opened:
-            pinned = {*opened.rules().pinned}
+            still = self.plan(known).gone
+            plan.gone = [name for name in plan.gone if name in still]
+        with memstore.open(self.options.memory) as opened:
+            pinned = opened.rules().pinned
+            plan.pinned = [name for name in plan.gone if name in pinned]
             for name in plan.gone:
                 if name not in pinned:
                     opened.forget(name)
-    plan.pinned = [name for name in plan.gone if name in pinned]
-    return plan, done
 
-
-def _watch(once: Callable[[], News], load: Callable[..., LoadedModel], news: News, options: Options) -> None:
-    """Continue until Ctrl-C, and add what follows to the first ``news``."""
-    told: set[str] = set()
-    took, (plan, done) = 0.0, news
-    now = plan
-    try:
-        load(*_model_of(Contents.at(options.memory, options.model), options))  # so that the first change does not wait
-        while True:
-            now, changed = news
-            lines = [f"read {each['document']}: {counted(each['new_tokens'], 'new token')}" for each in changed]
-            lines += _lost(now, options)
-            for line in lines:
-                if not options.json and (line.startswith("read") or line not in told):
-                    typer.echo(f"{datetime.now():%H:%M:%S} {printable(line)}")  # noqa: DTZ005 - on the user's clock
-            if now is plan and not options.json:
-                same = counted(len(plan.unchanged), "file")
+    def watch(self) -> ReadPlan:
+        """Read every change until Ctrl-C. Return the latest plan, with all that was read and evicted before."""
+        options, took = self.options, 0.0
+        whole = self.once()
+        try:
+            # So that the first change does not wait.
+            self.load(*_model_of(Contents.at(options.memory, options.model), options))
+            self.tell(whole)
+            if not options.json:
+                same = counted(len(whole.unchanged), "file")
                 typer.echo(f"{same} unchanged; watching {', '.join(options.text)}. Ctrl-C ends it.", err=True)
-            told |= {*lines}  # a file that stays gone or bad is reported once
-            time.sleep(max(PAUSE, took))
-            news, took = _look(once, options)
-            done += news[1]
-            plan.evicted += news[0].evicted
-    except (KeyboardInterrupt, Interruption):  # how a watch ends; the latter came while a change was read
-        plan.gone, plan.pinned, plan.bad, plan.unchanged = now.gone, now.pinned, now.bad, now.unchanged
+            while True:
+                time.sleep(max(PAUSE, took))
+                latest, took = self.look()
+                self.tell(latest)
+                whole = replace(latest, done=whole.done + latest.done, evicted=whole.evicted + latest.evicted)
+        except (KeyboardInterrupt, Interruption):  # how a watch ends; the latter came while a change was read
+            return whole
+
+    def tell(self, plan: ReadPlan) -> None:
+        """Print what one look of a watch did; a file that stays gone or bad is reported once."""
+        read = [f"read {each['document']}: {counted(each['new_tokens'], 'new token')}" for each in plan.done]
+        lost = _lost(plan, self.options)
+        for line in [*read, *(line for line in lost if line not in self.told)]:
+            if not self.options.json:
+                typer.echo(f"{datetime.now():%H:%M:%S} {printable(line)}")  # noqa: DTZ005 - on the user's clock
+        self.told |= {*lost}
+
+    def look(self) -> tuple[ReadPlan, float]:
+        """Read the changes as soon as nobody else writes into the memory and all watched files and folders exist.
+
+        Also return the seconds that it took to find no change.
+        """
+        told = False
+        while True:
+            try:
+                for each in self.options.text:
+                    if each != STDIN and not Path(each).exists():
+                        raise NotFound(f"{each} does not exist")
+                begun = time.perf_counter()
+                plan = self.once()
+                return plan, 0.0 if plan.done else time.perf_counter() - begun
+            except (MemoryInUse, NotFound, FileNotFoundError, NotADirectoryError) as error:
+                if not told and not self.options.json:
+                    typer.echo(f"{datetime.now():%H:%M:%S} {printable(str(error))}; trying again", err=True)  # noqa: DTZ005
+                told = True
+                time.sleep(PAUSE)
+
+    def read(self, plan: ReadPlan, known: Contents | None) -> None:
+        """Read the files of ``plan``, or find what that costs; files that cannot be read are added to ``plan.bad``."""
+        options = self.options
+        model, dtype = _model_of(known, options)
+        if known is None and (key := os.environ.get(KEY_VARIABLE)):
+            from memstore.store.encryption_keys import read_key
+
+            read_key(key)  # of a new memory: a bad key is reported before a model is loaded
+        loaded = self.load(model, dtype, weights=known is not None or not options.cost or options.device != "cpu")
+        with waiting("counting tokens", show=not options.json):
+            texts = _tokens(plan.read, loaded.tokenizer)
+        made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
+        how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
+        reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
+        tell = not (options.json or options.cost)
+        room = partial(check_room, options.memory, reader, known=known, named=plan.documents, tell=tell)
+        if known is None:  # before it is made: an empty memory would block another codec
+            plan.cost = room(reader.spec(), [(len(ids), 0) for _, ids in texts])
+            if options.cost:
+                return
+        with reader:
+            there = {each.document: reader.stored_tokens(ids, each.document) for each, ids in texts}
+            new = sum(len(ids) - there[each.document] for each, ids in texts)
+            if known is not None:
+                plan.cost = room(reader.memory.spec, [(len(ids), there[each.document]) for each, ids in texts])
+                if options.cost:
+                    return
+            record_model(reader.memory, model, loaded)
+            reader.memory.spare(plan.documents)
+            by_many: dict[str, ReadResult] = {}
+            if options.ray is not None:
+                dtype = str(loaded.model.dtype).removeprefix("torch.")
+                again = partial(load_model, model, dtype, device=options.device)
+                theirs = [(each, ids) for each, ids in texts if _for_many(reader, each, there[each.document])]
+                by_many = _read_by_many(reader, again, theirs, options, self.noted)
+            total = new if len(texts) > 1 and new >= TOLD and options.ray is None and not options.json else 0
+            with progress_bar(counted(len(texts), "file"), 0, total, show=total > 0) as advance:
+                _read_each(reader, texts, by_many, self.noted, plan, advance, many=len(texts) > 1)
+            left = {document.name for document in reader.memory.documents()}
+            plan.evicted = [name for name in (known.documents if known else ()) if name not in left]
 
 
 def _lost(plan: ReadPlan, options: Options) -> list[str]:
@@ -263,27 +326,6 @@ def _lost(plan: ReadPlan, options: Options) -> list[str]:
     lines = [f"gone: {name}{stays if name in plan.pinned else does}" for name in plan.gone]
     lines += [f"not read: {each['error']}" for each in plan.bad]
     return lines + [f"forgotten, because of the limit or its time to live: {name}" for name in plan.evicted]
-
-
-def _look(once: Callable[[], News], options: Options) -> tuple[News, float]:
-    """Read the changes as soon as nobody else writes into the memory and all watched files and folders exist.
-
-    Also return the seconds that it took to find no change.
-    """
-    told = False
-    while True:
-        try:
-            for each in options.text:
-                if each != STDIN and not Path(each).exists():
-                    raise NotFound(f"{each} does not exist")
-            begun = time.perf_counter()
-            news = once()
-            return news, 0.0 if news[1] else time.perf_counter() - begun
-        except (MemoryInUse, NotFound, FileNotFoundError, NotADirectoryError) as error:
-            if not told and not options.json:
-                typer.echo(f"{datetime.now():%H:%M:%S} {printable(str(error))}; trying again", err=True)  # noqa: DTZ005
-            told = True
-            time.sleep(PAUSE)
 
 
 def _note(memory: str, known: Contents, plan: ReadPlan, noted: Mapping[str, str]) -> None:
@@ -302,67 +344,20 @@ def _with(fact: Mapping[str, Any], noted: Mapping[str, str]) -> dict[str, Any]:
     return {**{key: value for key, value in fact.items() if key != "meta"}, **({"meta": meta} if meta else {})}
 
 
-def read_into(reader: Reader, source: str) -> Done:
+def read_into(reader: Reader, source: str) -> list[dict[str, Any]]:
     """Read a file or folder into the memory of an open reader; return the results for each changed file."""
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
     plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
     texts = _tokens(plan.read, reader.tokenizer)
     sizes = [(len(ids), reader.stored_tokens(ids, each.document)) for each, ids in texts]
     check_room(reader.memory.url, reader, reader.memory.spec, sizes, known, plan.documents, tell=True)
-    done = _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
+    _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
     bad = [f"not read: {each['error']}" for each in plan.bad]
-    if bad and not done:
+    if bad and not plan.done:
         raise InvalidArgument("\n".join(bad))
     for line in bad:
         typer.echo(printable(line))
-    return done
-
-
-def _read_all(
-    plan: ReadPlan,
-    known: Contents | None,
-    options: Options,
-    noted: Mapping[str, str],
-    load: Callable[..., LoadedModel],
-) -> Done:
-    """Read the files of ``plan``; files that cannot be read are added to ``plan.bad``."""
-    model, dtype = _model_of(known, options)
-    if known is None and (key := os.environ.get(KEY_VARIABLE)):
-        from memstore.store.encryption_keys import read_key
-
-        read_key(key)  # of a new memory: a bad key is reported before a model is loaded
-    loaded = load(model, dtype, new=known is None)
-    with waiting("counting tokens", show=not options.json):
-        texts = _tokens(plan.read, loaded.tokenizer)
-    made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
-    how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
-    reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
-    tell = not (options.json or options.cost)
-    room = partial(check_room, options.memory, reader, known=known, named=plan.documents, tell=tell)
-    if known is None:  # before it is made: an empty memory would block another codec
-        cost = room(reader.spec(), [(len(ids), 0) for _, ids in texts])
-        if options.cost:
-            return [cost._asdict()]
-    with reader:
-        there = {each.document: reader.stored_tokens(ids, each.document) for each, ids in texts}
-        new = sum(len(ids) - there[each.document] for each, ids in texts)
-        if known is not None:
-            cost = room(reader.memory.spec, [(len(ids), there[each.document]) for each, ids in texts])
-            if options.cost:
-                return [cost._asdict()]
-        record_model(reader.memory, model, loaded)
-        reader.memory.spare(plan.documents)
-        by_many: dict[str, ReadResult] = {}
-        if options.ray is not None:
-            again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
-            theirs = [(each, ids) for each, ids in texts if _for_many(reader, each, there[each.document])]
-            by_many = _read_by_many(reader, again, theirs, options, noted)
-        total = new if len(texts) > 1 and new >= TOLD and options.ray is None and not options.json else 0
-        with progress_bar(counted(len(texts), "file"), 0, total, show=total > 0) as advance:
-            done = _read_each(reader, texts, by_many, noted, plan, advance, many=len(texts) > 1)
-        left = {document.name for document in reader.memory.documents()}
-        plan.evicted = [name for name in (known.documents if known else ()) if name not in left]
-        return done
+    return plan.done
 
 
 def _tokens(files: list[FileText], tokenizer: Any) -> list[tuple[FileText, Tensor]]:
@@ -386,14 +381,13 @@ def _read_each(
     advance: Callable[[int], None],
     *,
     many: bool,
-) -> Done:
-    """Read files one after the other, and report the new tokens of each to ``advance``."""
-    done: Done = []
+) -> None:
+    """Read files one after the other into ``plan.done``, and report the new tokens of each to ``advance``."""
     for each, ids in texts:
         try:
             read = by_many.get(each.document)
-            done.append(_read_one(reader, each, ids, noted, many=many, read=read))
-            advance(done[-1]["new_tokens"])
+            plan.done.append(_read_one(reader, each, ids, noted, many=many, read=read))
+            advance(plan.done[-1]["new_tokens"])
         except KeyboardInterrupt:
             there, of = len(reader.memory.document(each.document)), f" of {each.document!r}" * (len(texts) > 1)
             raise Interruption(
@@ -403,7 +397,6 @@ def _read_each(
             if len(texts) == 1:
                 raise
             plan.bad.append({"path": str(each.file.path or STDIN), "error": str(error)})
-    return done
 
 
 def _for_many(reader: Reader, text: FileText, there: int) -> bool:
@@ -436,25 +429,28 @@ def _read_by_many(
     return {each.document: each for each in done}
 
 
-def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
+def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[dict[str, Any], bool, str]:
     """Return the facts to store about a file, and whether its document is known to come from this very file.
 
-    Some facts are stored at once, so that an interrupted reading is recognised when it continues.
+    Also return the document that it had under an earlier name; empty if it was not renamed. Some facts are stored at
+    once, so that an interrupted reading is recognised when it continues.
     """
     name, path = text.document, text.file.path
     old = fact_of(reader.memory, name)
-    known = path is not None and old.get("path") == str(path)
-    moved = str(text.moved or old.get("moved") or "")
+    moved = str(text.moved or old.get("moved") or "")  # the latter of an interrupted reading
     meta = old.get("meta") or fact_of(reader.memory, moved).get("meta")
     fact: dict[str, Any] = _with({"path": None, "meta": meta}, noted)
-    if path is not None:
-        nbytes, modified = text.version or (None, None)
-        fact |= {"path": str(path), "bytes": nbytes, "modified": modified, "digest": digest(text.content)}
-        fact |= {key: value for key, value in (("encoding", text.encoding), ("moved", moved)) if value}
-        begun = {**fact, "whole": False}
-        if begun != old and (known or reader.memory.document(name).id is None):
-            reader.memory.put_info(FACT + name, begun)
-    return fact, known
+    if path is None:
+        return fact, False, ""
+    known = old.get("path") == str(path)
+    nbytes, modified = text.version or (None, None)
+    fact |= {"path": str(path), "bytes": nbytes, "modified": modified, "digest": digest(text.content)}
+    if text.encoding:
+        fact["encoding"] = text.encoding
+    begun = {**fact, "whole": False, **({"moved": moved} if moved else {})}
+    if begun != old and (known or reader.memory.document(name).id is None):
+        reader.memory.put_info(FACT + name, begun)
+    return fact, known, moved
 
 
 def _read_one(
@@ -471,23 +467,22 @@ def _read_one(
     ``read``: the result of other processes.
     """
     name, path = text.document, text.file.path
-    fact, known = _begun(reader, text, noted)
+    fact, known, moved = _begun(reader, text, noted)
     if not known and read is None:  # only a document of this very file may be replaced
         _check_same(reader, name, ids)
     progress = not many or len(ids) >= TOLD  # a progress line for each of many short notes says nothing
     result = read or (reader.update if known else reader.read)(ids, name, progress=progress)
-    if moved := fact.pop("moved", None):  # a renamed file takes its pin and time to live along
+    if moved:  # a renamed file takes its pin and time to live along
         rules = reader.memory.rules()
         reader.memory.take_rules(rules.renamed({moved: name}), [name], ())
         if moved in rules.pinned:
             reader.memory.document(moved).unpin()
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    done = {"whole": path is not None, "tokens": result.tokens, "read": now}
-    reader.memory.put_info(FACT + name, {**fact, **done})
-    told = {"path": str(path)} if path is not None else {}
+    fact |= {"whole": path is not None, "tokens": result.tokens, "read": now}
+    reader.memory.put_info(FACT + name, fact)
     return {
         "document": result.document,
-        **told,
+        **({} if path is None else {"path": str(path)}),
         "tokens": result.tokens,
         "new_tokens": result.new_tokens,
         "reused_tokens": result.tokens - result.new_tokens,
@@ -510,16 +505,16 @@ def _check_same(reader: Reader, name: str, ids: Tensor) -> None:
         )
 
 
-def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
+def _report(plan: ReadPlan, options: Options) -> Report:
     if options.cost:
-        cost = done[0] if done else Cost(0, 0, 0, 0.0)._asdict()
+        cost = (plan.cost or Cost(0, 0, 0, 0.0))._asdict()
         return Report(data=cost, text=lambda page: page.facts(cost))
+    done = plan.done
     alone = done[0] if options.one_file and len(done) == 1 else {}
-    sums = {key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")}
     data = {
-        **alone,
+        **alone,  # once --json had only these for a single file; programs may still read them
         "documents": done,
-        **sums,
+        **{key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")},
         "seconds": round(sum(each["seconds"] for each in done), 3),
         "unchanged": len(plan.unchanged),
         "passed_over": plan.passed_over,

@@ -113,7 +113,10 @@ def unpin(memory: MemoryUrl, document: DocumentArgument) -> Report:
 def _set(memory: str, name: str, *, pinned: bool) -> Report:
     with memstore.open(memory) as opened:
         document = existing(opened, name)
-        (document.pin if pinned else document.unpin)()
+        if pinned:
+            document.pin()
+        else:
+            document.unpin()
     words = "pinned: only memstore forget deletes it" if pinned else "no longer pinned"
     data = {"memory": memory, "document": name, "pinned": pinned}
     return Report(data=data, text=lambda page: page.line(f"{name!r} is {words}"))

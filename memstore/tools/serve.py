@@ -285,8 +285,8 @@ def open_browser(url: str, folder: Path) -> None:
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return  # only a terminal browser would open, in this terminal
     page = folder / "open.html"
-    with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
-        file.write(REDIRECT.format(html.escape(url)))
+    page.touch(0o600, exist_ok=False)
+    page.write_text(REDIRECT.format(html.escape(url)), "utf-8")
     webbrowser.open(page.as_uri())
 
 
@@ -320,10 +320,8 @@ def _make_token(file: Path) -> None:
     part = part_of(file)
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as opened:  # noqa: PTH123 - of a descriptor
-            opened.write(secrets.token_urlsafe(24) + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())
+        part.touch(0o600, exist_ok=False)
+        part.write_text(secrets.token_urlsafe(24) + "\n", "ascii")
         if file.exists() and not file.stat().st_size:
             file.unlink(missing_ok=True)
         with suppress(FileExistsError):

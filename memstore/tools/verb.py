@@ -496,14 +496,28 @@ def report_failure(error: Exception, *, json: bool) -> int:
     return exit_code(error)
 
 
+_WANTED = {
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+}
+"""What a value must be, by the name of pydantic's error."""
+
+
 def _usage(error: typer.TyperException) -> str:
     """Return the message of a wrong use. Those about values are pydantic's, which leave out the value."""
-    message = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
+    message = " ".join(error.format_message().split())
     if re.match(r"No such option: -\d", message):
         return f"{message} (blocks are numbered from 0; put -- before a text that begins with -)"
-    if (pydantic := getattr(error.__cause__, "errors", None)) and " Input should be " in message:
-        wanted = message.replace(" Input should be ", " it must be ").replace("a valid integer", "a whole number")
-        return f"{wanted.partition(', unable to parse')[0]}, not {pydantic()[0]['input']!r}"
+    cause: Any = error.__cause__
+    for each in cause.errors() if hasattr(cause, "errors") else ():
+        facts = each.get("ctx", {})
+        if each["type"] in _WANTED:
+            wanted = _WANTED[each["type"]].format(**facts)
+            message = message.replace(each["msg"], f"it must be {wanted}, not {each['input']!r}")
+        elif "error" in facts:
+            message = message.replace(each["msg"], str(facts["error"]))
     return message
 
 

@@ -42,13 +42,13 @@ _PATH = re.compile(r"""(?<![\w.~/-])(?:[a-z][\w+.-]*://)?/([\w.-]+)/[^\s'",;:?()
 
 def without_paths(error: Exception, *memories: str) -> str:
     """Return an error's text for a client: paths of this machine are cut to the last name. ``memories``: their urls."""
-    told, known = str(error), set[str]()
-    for url in memories:  # their paths may have spaces
-        place = url.partition("?tail=")[0]
-        known |= {url, place, place.rpartition(":")[2].replace("///", "/"), str(folder(url) or "")}
-    for each in sorted(known, key=len, reverse=True):
-        if len(Path(each).parts) > 1:
-            told = told.replace(each, Path(each.partition("?tail=")[0]).name)
+    told, names = str(error), dict[str, str]()
+    for url in memories:  # their paths may have spaces, at which _PATH ends
+        place, held = url.partition("?tail=")[0], folder(url) or Path()
+        path = place.rpartition(":")[2].replace("///", "/")
+        names |= {str(held): held.name} | dict.fromkeys((url, place, path), Path(path).name)
+    for each in sorted(names, key=len, reverse=True):  # one may be the beginning of another
+        told = told.replace(each, names[each] or each)
     # The first part of a server's route, such as /v1/models, is no folder of this machine.
     return _PATH.sub(lambda found: Path(found[0]).name if Path("/", found[1]).exists() else found[0], told)
 

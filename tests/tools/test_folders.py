@@ -242,8 +242,9 @@ def test_a_watch_prunes_what_is_gone_in_two_looks(
         (notes / "page.html").write_text(NOTES["page.html"])
 
     monkeypatch.setattr(time, "sleep", write_again)
+    monkeypatch.setattr(verb, "load_model", no_model)
     options = verb.Options(text=[str(notes)], memory=str(memory_path), prune=True, watch=True)
-    plan, _ = verb._once(options, {}, no_model)  # type: ignore[arg-type]
+    plan = verb.Reading(options).once()
     assert plan.gone == ["notes/script.py"]
     assert sorted(texts(memory_path)) == ["notes/bakery.md", "notes/page.html", "notes/trips/ferry.txt"]
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from memstore.errors import MemstoreError
 from memstore.resources import memory_in_use
 from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.endpoint.shelf import Shelf
@@ -123,13 +124,14 @@ class Endpoint:
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
         ]
         there = ", ".join(f"{'POST' if 'POST' in (each.methods or ()) else 'GET'} {each.path}" for each in routes[:-1])
-        handlers: dict[Any, Any] = {
-            HTTPException: lambda _, error: _failed(
-                Refusal(f"{error.detail}: this server has {there}", status=error.status_code), headers=error.headers
-            ),
-            Refusal: lambda _, error: _failed(error),
-            Exception: lambda _, error: _failed(Mistake(error), shelf.urls),
-        }
+
+        def failed(_: Request, error: Exception) -> Response:
+            if isinstance(error, HTTPException):
+                refusal = Refusal(f"{error.detail}: this server has {there}", status=error.status_code)
+                return _failed(refusal, headers=error.headers)
+            return _failed(error if isinstance(error, MemstoreError | Refusal) else Mistake(error), shelf.urls)
+
+        handlers = dict.fromkeys((HTTPException, MemstoreError, Refusal, Exception), failed)
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = self._metrics.counting(Gate(app, token=token, hosts=hosts))
 
@@ -198,18 +200,35 @@ class Endpoint:
             # Nothing is sent before the first piece, so an answer that fails at once has its proper status.
             first = await events.get()
             if ask.stream and not isinstance(first, Exception):
-                stream = _streamed(form, job, events, first, leaving, self._shelf)
+                stream = self._streamed(form, job, events, first, leaving)
                 leaving = None  # type: ignore[assignment]  # the stream's from now on
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
             while isinstance(first, str):
                 first = await events.get()
             if isinstance(first, Exception):
-                return _failed(first, self._shelf.urls)
+                raise first
             return Response(status_code=499) if first is None else JSONResponse(form.whole(first))  # 499: nobody reads
         finally:
             if leaving is not None:
                 leaving.cancel()
                 job.left.set()
+
+    async def _streamed(
+        self, form: _Form, job: QueuedJob, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
+    ) -> AsyncIterator[str]:
+        """Yield server-sent events, beginning with ``told``."""
+        try:
+            yield form.begin()
+            while isinstance(told, str):
+                yield form.piece(told)
+                told = await events.get()
+            if isinstance(told, Exception):
+                yield f"{_event(_error(told, self._shelf.urls))}data: [DONE]\n\n"
+            elif told is not None:
+                yield form.end(told)
+        finally:
+            leaving.cancel()
+            job.left.set()
 
 
 async def _leaving(request: Request, job: QueuedJob, events: asyncio.Queue[Told]) -> None:
@@ -218,24 +237,6 @@ async def _leaving(request: Request, job: QueuedJob, events: asyncio.Queue[Told]
         pass
     job.left.set()
     events.put_nowait(None)
-
-
-async def _streamed(
-    form: _Form, job: QueuedJob, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None], shelf: Shelf
-) -> AsyncIterator[str]:
-    """Yield server-sent events, beginning with ``told``."""
-    try:
-        yield form.begin()
-        while isinstance(told, str):
-            yield form.piece(told)
-            told = await events.get()
-        if isinstance(told, Exception):
-            yield f"{_event(_error(told, shelf.urls))}data: [DONE]\n\n"
-        elif told is not None:
-            yield form.end(told)
-    finally:
-        leaving.cancel()
-        job.left.set()
 
 
 class _Form:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound, first_line
+from memstore.tools import web
 from memstore.tools.inspector import data, traced
 from memstore.tools.models import named_model
 from memstore.tools.verb import status_of
-from memstore.tools.web import MOST_BYTES, body_of, host_is_known, listen, names_of, require_web, run, same, server_of
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -72,7 +72,7 @@ HEADERS = {
 def serve(
     memory: Memory,
     *,
-    host: str = "127.0.0.1",
+    host: str = web.LOOPBACK,
     port: int = 0,
     allow_write: bool = False,
     started: Callable[[str], None] = lambda _: None,
@@ -83,7 +83,7 @@ def serve(
     ``allow_write`` the page can pin and forget documents and remove traces. Raises ``NotFound`` if starlette or uvicorn
     is not installed, ``InvalidArgument`` for a host or port that is not available.
     """
-    require_web()
+    web.require_web()
     inspector = Inspector(memory, allow_write=allow_write, hosts=(host,))
 
     def begun(url: str) -> None:
@@ -91,9 +91,9 @@ def serve(
         started(url)
 
     try:
-        with listen(host, port) as listening:
-            server = server_of(inspector.app, most=100, grace=1, lifespan=False, ending=inspector.close)
-            return run(server, listening, host=host, path=f"/?token={inspector.token}", started=begun)
+        with web.listen(host, port) as listening:
+            server = web.server_of(inspector.app, most=100, grace=1, lifespan=False, ending=inspector.close)
+            return web.run(server, listening, host=host, path=f"/?token={inspector.token}", started=begun)
     finally:
         inspector.close()
 
@@ -167,11 +167,11 @@ class Inspector:
         from starlette.concurrency import run_in_threadpool
 
         try:
-            asked = json.loads(await body_of(request))
+            asked = json.loads(await web.body_of(request))
             if not isinstance(asked, dict):
                 raise ValueError
         except (ValueError, RecursionError):  # the second: deeply nested brackets
-            raise InvalidArgument(f"a change must be a JSON object of at most {MOST_BYTES:,} bytes.") from None
+            raise InvalidArgument(f"a change must be a JSON object of at most {web.MOST_BYTES:,} bytes.") from None
         action = request.path_params["action"]
 
         def change() -> Response:
@@ -273,7 +273,7 @@ class Guard:
         self._files_token = secrets.token_urlsafe(24)
         self._write_token = write_token
         self._asking = frozenset(asking)
-        self._hosts = names_of(hosts)
+        self._hosts = web.names_of(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -286,10 +286,10 @@ class Guard:
         headers = Headers(scope=scope)
         cookie_name = f"memstore-{(scope.get('server') or ('', 0))[1]}"  # cookies do not distinguish ports
         in_link = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        known = same(in_link or headers.get(READ_HEADER, ""), self._token)
+        known = web.same(in_link or headers.get(READ_HEADER, ""), self._token)
         if scope["path"] == "/" or scope["path"].startswith("/static/"):
             # A browser sends the cookies of every server on this machine.
-            known |= same(cookie_parser(headers.get("cookie", "")).get(cookie_name, ""), self._files_token)
+            known |= web.same(cookie_parser(headers.get("cookie", "")).get(cookie_name, ""), self._files_token)
         refusal = self._refusal(scope["method"], headers, known=known, asks=scope["path"] in self._asking)
         added = dict(HEADERS)
         if in_link and refusal is None:
@@ -300,7 +300,7 @@ class Guard:
     def _refusal(self, method: str, headers: Headers, *, known: bool, asks: bool) -> str | None:
         """Return why a request is refused; None if it is not."""
         host = headers.get("host", "")
-        if not host_is_known(host, self._hosts):
+        if not web.host_is_known(host, self._hosts):
             return "this server does not accept that host name."
         if not known:
             return "the token is missing or wrong. Open the link that memstore view printed."
@@ -308,7 +308,7 @@ class Guard:
             return None
         if not asks and self._write_token is None:
             return "this page is read-only: start memstore view with --allow-write."
-        if not asks and not same(headers.get(WRITE_HEADER, ""), self._write_token or ""):
+        if not asks and not web.same(headers.get(WRITE_HEADER, ""), self._write_token or ""):
             return f"a change needs the header {WRITE_HEADER}."
         if headers.get("origin", f"http://{host}") != f"http://{host}":
             return "a change must come from this page."

@@ -102,13 +102,11 @@ export class Answer {
 
   words() {
     this.parts = parts(this.steps, this.trace.elsewhere);
-    const tokens = this.steps.map((step) => {
-      const token = h("span", { class: "token", role: "option", "aria-selected": step.number === this.step, title: this.told(step) },
-        step.piece === null ? "…" : step.piece === "" ? "·" : step.piece.replaceAll("\n", "⏎\n"));
-      token.dataset.step = step.number;
-      token.style.setProperty("--share", ink(step.weight));
-      return token;
-    });
+    const tokens = this.steps.map((step) => h(
+      "span",
+      { class: "token", role: "option", "aria-selected": step.number === this.step, title: this.told(step), dataset: { step: step.number }, "--share": ink(step.weight) },
+      step.piece === null ? "…" : step.piece === "" ? "·" : step.piece.replaceAll("\n", "⏎\n"),
+    ));
     this.box.querySelector(".tokens").replaceChildren(...tokens);
     this.box.querySelector(".follow").hidden = this.trace.ended;
     const end = this.start + this.steps.length;
@@ -236,10 +234,6 @@ export class Answer {
 
 /** What the shades mean. */
 function scale() {
-  const swatches = [0.001, 0.01, 0.1, 1].map((share) => {
-    const swatch = h("span", { class: "swatch" });
-    swatch.style.setProperty("--share", ink(share));
-    return h("span", {}, swatch, percent(share));
-  });
+  const swatches = [0.001, 0.01, 0.1, 1].map((share) => h("span", {}, h("span", { class: "swatch", "--share": ink(share) }), percent(share)));
   return h("span", { class: "scale", title: "Shades of amber: the share of all attention" }, swatches);
 }

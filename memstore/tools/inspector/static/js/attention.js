@@ -49,10 +49,8 @@ export function parts(steps, names) {
 export function legend(found, steps) {
   const there = steps.filter((step) => step.kept);
   return h("ul", { class: "legend parts" }, found.map((part) => {
-    const swatch = h("span", { class: "swatch" });
-    swatch.style.background = `var(${part.colour})`;
     const mean = there.reduce((sum, step) => sum + part.of(step), 0) / Math.max(1, there.length);
-    return h("li", { title: part.title }, swatch, h("span", { class: "name" }, part.name), h("b", {}, percent(mean)));
+    return h("li", { title: part.title }, h("span", { class: "swatch", "--colour": `var(${part.colour})` }), h("span", { class: "name" }, part.name), h("b", {}, percent(mean)));
   }));
 }
 

@@ -7,11 +7,7 @@ const REST = 150; // milliseconds that a block is looked at before everything is
 export class Block {
   /** `get(path, parameters)` asks about the block; `go(block)` shows another, `open(trace, step)` a trace. */
   constructor(get, go, open) {
-    this.box = at("block");
-    this.get = get;
-    this.go = go;
-    this.open = open;
-    this.layer = null;
+    Object.assign(this, { box: at("block"), get, go, open, layer: null });
     this.close();
   }
 
@@ -110,9 +106,8 @@ function tokens(answer, norms) {
   return answer.pieces.map((piece, place) => {
     const norm = norms[place];
     const words = piece === "" ? "·" : piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
-    const token = h("span", { class: "token", title: `id ${answer.ids[place]}${norm === undefined ? "" : `, norm ${short(norm)}`}` }, words);
-    if (norm !== undefined) token.style.setProperty("--share", most > least ? (norm - least) / (most - least) : 0);
-    return token;
+    const title = `id ${answer.ids[place]}${norm === undefined ? "" : `, norm ${short(norm)}`}`;
+    return h("span", { class: "token", title, "--share": norm > least ? (norm - least) / (most - least) : 0 }, words);
   });
 }
 

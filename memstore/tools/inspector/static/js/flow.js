@@ -13,14 +13,8 @@ const AROUND = 400; // pixels of rows kept above and below the view
 export class Flow {
   /** `pages` gives blocks; `chosen(block)` is called when one is clicked, `moved(place)` when the view has moved. */
   constructor(box, chosen, moved) {
-    this.box = box;
-    this.rows = box.querySelector(".rows");
-    this.chosen = chosen;
-    this.moved = moved;
-    this.lit = new Map();
-    Object.assign(this, { picked: new Map(), unit: 1, size: 1 });
-    this.marks = "";
-    this.selected = null;
+    Object.assign(this, { box, rows: box.querySelector(".rows"), chosen, moved });
+    Object.assign(this, { lit: new Map(), picked: new Map(), unit: 1, size: 1, marks: "" });
     this.clear();
     box.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     box.addEventListener("click", (event) => this.click(event));
@@ -186,11 +180,10 @@ export class Flow {
   make(block) {
     const row = h(
       "div",
-      { class: "row", role: "option", id: `row-${block}` },
+      { class: "row", role: "option", id: `row-${block}`, dataset: { block } },
       h("span", { class: "gutter" }, h("b", {}, block.toLocaleString("en")), h("i")),
       h("span", { class: "text waiting", dir: "ltr" }),
     );
-    row.dataset.block = block;
     this.write(row);
     this.tint(row);
     return row;

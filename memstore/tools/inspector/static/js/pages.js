@@ -9,13 +9,8 @@ const QUIET = 200; // milliseconds without a request after which nothing moves a
 export class Pages {
   /** `load(start, stop, signal)` gives blocks; `arrived(answer)` is called with each answer, `failed` with errors. */
   constructor(load, arrived, failed) {
-    this.load = load;
-    this.arrived = arrived;
-    this.failed = failed;
+    Object.assign(this, { load, arrived, failed, coming: new Map(), timer: null, asked: -QUIET });
     this.pages = new Map(); // in the order of their last use
-    this.coming = new Map();
-    this.timer = null;
-    this.asked = -QUIET;
   }
 
   /** A block that is here, or undefined. */

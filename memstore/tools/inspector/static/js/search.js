@@ -57,7 +57,7 @@ export class Search {
       h("h2", {}, "Search"),
       h("p", { class: "facts", role: "status" }, said),
       h("ol", { class: "list" }, this.matches.map((each) => h("li", {},
-        h("button", { type: "button", class: "hit", onclick: () => this.go(each.block, each.document) },
+        h("button", { type: "button", class: "hit", onclick: () => this.go(each.block) },
           h("span", { class: "where" }, h("b", {}, count(each.block)),
             each.score !== undefined && h("span", { class: "weight" }, short(each.score))),
           h("span", { class: "text" }, ...marked(around(each.text, query), query)))))),

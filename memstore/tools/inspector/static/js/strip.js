@@ -7,13 +7,8 @@ const PAGE = 0.9;
 export class Strip {
   /** `go(block)` moves the view; `scroll(part)` scrolls it by parts of its height. */
   constructor(canvas, go, scroll) {
-    this.canvas = canvas;
-    this.go = go;
-    this.scroll = scroll;
-    this.lit = new Map();
-    this.matches = [];
-    this.range = { first: 0, stop: 0 };
-    this.place = { top: 0, bottom: 0 };
+    Object.assign(this, { canvas, go, scroll });
+    Object.assign(this, { lit: new Map(), matches: [], range: { first: 0, stop: 0 }, place: { top: 0, bottom: 0 } });
     canvas.addEventListener("pointerdown", (event) => this.drag(event));
     canvas.addEventListener("pointermove", (event) => event.buttons && this.drag(event));
     canvas.addEventListener("keydown", (event) => this.key(event));

@@ -74,10 +74,10 @@ export function text(block, found, unit, part, before, after) {
     const inside = [];
     const alone = Object.values(run.tokens).filter((token) => token.weight !== undefined).length === 1;
     for (let offset = run.from; offset <= run.to; offset += 1) {
-      const piece = h("span", { class: "piece" }, plain(begins[offset], begins[offset + 1]));
-      if (begins[offset] === begins[offset + 1]) piece.append("·"); // its character ends with the next token
-      piece.style.setProperty("--share", ink(alone ? run.weight : run.tokens[offset]?.weight ?? 0));
-      inside.push(piece);
+      const share = ink(alone ? run.weight : run.tokens[offset]?.weight ?? 0);
+      const [begin, end] = [begins[offset], begins[offset + 1]];
+      // Of an empty piece, the character ends with the next token.
+      inside.push(h("span", { class: "piece", "--share": share }, begin === end ? "·" : plain(begin, end)));
     }
     const kind = [run.chosen && "picked", run.missed > 0 && "missed"].filter(Boolean).join(" ");
     nodes.push(h("span", { class: kind, title: said(run, unit), dataset: { offset: run.from } }, inside));
@@ -109,12 +109,13 @@ function list(found, missing, unit, go) {
     const words = (from, to) => block.pieces.slice(Math.max(0, from), Math.max(0, to)).join("").replaceAll("\n", " ");
     const piece = block.pieces[at].replaceAll("\n", "⏎") || "·";
     const told = `“${piece}” in block ${block.block}: ${said(run, unit).replaceAll("\n", "; ")}`;
-    const row = h("button", { type: "button", class: "hit", title: told, "aria-label": told, disabled: block.document === null, onclick: () => go(block.document, block.block, run.from) },
+    return h("li", {}, h(
+      "button",
+      { type: "button", class: "hit", title: told, "aria-label": told, disabled: block.document === null, "--share": ink(missing ? 0 : run.weight), onclick: () => go(block.document, block.block, run.from) },
       h("span", { class: "snippet" }, words(at - AROUND, at),
         h("span", { class: missing ? "missed" : "picked" }, piece), words(at + 1, at + 1 + AROUND)),
       h("span", { class: "facts" }, !missing && (run.score ?? null) !== null && `score ${short(run.score)} `,
-        h("span", { class: missing ? "missing" : "attention" }, percent(missing ? run.missed : run.weight))));
-    row.style.setProperty("--share", ink(missing ? 0 : run.weight));
-    return h("li", {}, row);
+        h("span", { class: missing ? "missing" : "attention" }, percent(missing ? run.missed : run.weight))),
+    ));
   }));
 }

@@ -12,16 +12,14 @@ export function showUsed(title, answer, go, named, unit, size) {
   const picks = lists(answer.blocks, unit, size, go);
   const rows = answer.blocks.filter((each) => each.weight !== null).map((each) => {
     const weights = each.weights ?? [each.weight];
-    const row = h(
+    return h("li", {}, h(
       "button",
-      { type: "button", class: "hit", disabled: each.document === null, onclick: () => go(each.document, each.block) },
-      h("span", { class: "where" }, h("b", {}, h("bdi", {}, each.name), ` · ${each.block.toLocaleString("en")}`),
+      { type: "button", class: "hit", disabled: each.document === null, "--share": ink(Math.max(...weights)), onclick: () => go(each.document, each.block) },
+      h("span", { class: "where" }, h("b", {}, h("bdi", {}, each.name), ` · ${count(each.block)}`),
         weights.map((weight) => h("span", { class: "attention" }, weight === null ? "–" : percent(weight)))),
       h("span", { class: "facts" }, facts(each)),
       h("span", { class: "text" }, each.text?.replace(/^\ufffd+|\ufffd+$/g, "") ?? "no longer in the memory"),
-    );
-    row.style.setProperty("--share", ink(Math.max(...weights)));
-    return h("li", {}, row);
+    ));
   });
   const nothing = answer.kept === false
     ? "The blocks of this step were dropped, because the size of traces is limited."
