@@ -178,7 +178,7 @@ class IndexedReader(Reader):
         self._ids: Tensor | None = None
         self._padding: Tensor | None = None  # ``[B, S]``, False on padding at the beginning of rows of a pass
         self._thread: int | None = None  # the thread that runs a forward pass
-        self._cached = True  # whether the caller gets the cache of the pass
+        self._cached = self._named = True  # whether the caller gets the cache of the pass, and its output by names
         self._told = True  # observers hear of questions, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
@@ -384,16 +384,17 @@ class IndexedReader(Reader):
         if self.family.linear and not (call.tokens or call.length):  # they can skip padding at the very beginning
             masks["linear_attention"] = mask
         given["attention_mask"] = masks
-        uses = given.get("use_cache")
-        uses = self.family.config.use_cache if uses is None else uses
+        usual = self.family.config
+        uses = usual.use_cache if given.get("use_cache") is None else given["use_cache"]
         self._cached = cache is not None or bool(uses)
+        self._named = bool(usual.return_dict if given.get("return_dict") is None else given["return_dict"])
         if not call.length and (self._cached or self._carried is not None) and not _is_ours(cache):
             states = self._remembered(call)
             if cache is None:
                 cache = self._cache_of(call, states)
             else:
                 self._take_over(cache, call, states)
-        return (), {**with_cache(given, cache), "use_cache": cache is not None}
+        return (), {**with_cache(given, cache), "use_cache": cache is not None, "return_dict": True}
 
     # Layers that do not attend would read the padding between a document and a prompt. So rows run one by one.
     def _without_padding(self, plain: Callable[..., Any], carried: _CarriedStates, **given: Any) -> Any:
@@ -425,7 +426,11 @@ class IndexedReader(Reader):
             call.end()
         elif call is not None:
             call.ended = True  # only some layers have its tokens
-        return output if self._cached or output is None else type(output)(**with_cache(output, None))
+        if output is None:
+            return None
+        if not self._cached:
+            output = type(output)(**with_cache(output, None))
+        return output if self._named else output.to_tuple()
 
     def _call_of(self, cache: Any, rows: int) -> IndexedCall:
         """Return the call that a pass belongs to, by its cache, or a new one if the cache is empty or missing."""
@@ -580,6 +585,8 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
             f"{mask.shape[1]}"
         )
     mask = mask.bool()
+    if bool(mask.all()):  # usual, also for single tokens: ask a GPU once
+        return None
     if not bool(mask[:, :-total].all()):
         raise InvalidArgument(
             "attention_mask hides tokens of the document, and a memory cannot hide single tokens: pass the mask "
