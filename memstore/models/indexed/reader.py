@@ -12,7 +12,7 @@ states as numbers. Some of these models keep the last token ids in them, which f
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import signature
 from math import lcm
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from memstore.device_copies import on_host, to_device
-from memstore.errors import BrokenOff, DamagedError, InvalidArgument, NotFound
+from memstore.errors import BrokenOff, InvalidArgument
 from memstore.kernels import native as compiler
 from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
@@ -36,6 +36,7 @@ from memstore.models.causal import uncompiled
 from memstore.models.indexed.call import IndexChoice, IndexedCall, LocalLayer, Slots, slots_of
 from memstore.models.indexed.family import IndexedLayer, attending, family_of, spread
 from memstore.models.indexed.keys import DocumentKeys
+from memstore.models.reading import last_states, tokens_between
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, changed, evaluating
 from memstore.readers.caches import CACHE, cache_in, check_new, with_cache
@@ -280,12 +281,12 @@ class IndexedReader(Reader):
 
     def _new_call(self, document: Document, rows: int) -> IndexedCall:
         """Return a call that continues after the document's current state."""
-        like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         if self._keys is None or self._keys.document is not document:
-            self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
+            like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
+            self._keys = DocumentKeys(document, self.slots.indexed, like)
             self._keys.coded = self._coded
         self._keys.catch_up()
-        call = IndexedCall(self.slots, document, self._keys, rows, like)
+        call = IndexedCall(self.slots, self._keys, rows)
         self._calls.add(call)
         return call
 
@@ -308,27 +309,19 @@ class IndexedReader(Reader):
 
     def _remembered(self, before: IndexedCall) -> Sequence[Tensor] | None:
         """Return the states ``before`` a call of layers that do not attend, computed again from kept ones if needed."""
-        document, tokens, device = before.document, before.tokens, self.model.device
+        document, tokens = before.document, before.tokens
         if self._carried is None or not tokens:
             return None
-        place, kept = 0, None
-        for each in (at for at in reversed(document.recurrent_places()) if at <= tokens):
-            with suppress(DamagedError, NotFound):  # verify names the damage, and an append replaces the last states
-                place, kept = each, to_device(document.recurrent(each), device)
-                break
+        place, kept = last_states(document, tokens, self.model.device)
         if place == tokens:
             return kept
         # A fork or an update has cut the document, or another process has appended. The text behind it is read again.
-        like = torch.empty(0, dtype=self.model.dtype, device=device)
-        keys = DocumentKeys(document, self.slots.indexed, like, stop=place)
+        keys = DocumentKeys(document, self.slots.indexed, before.keys.like, stop=place)
         keys.catch_up()
-        call = IndexedCall(self.slots, document, keys, 1, like)
+        call = IndexedCall(self.slots, keys, 1)
         cache = self._cache_of(call, kept)
-        size = self.memory.spec.block_size
-        first = place // size
-        rest = document.tokens(range(first, -(-tokens // size)))[place - first * size : tokens - first * size]
         with torch.no_grad(), evaluating(self.model):
-            for some in rest.split(SEGMENT):
+            for some in tokens_between(document, place, tokens).split(SEGMENT):
                 self._decode(some, cache)
         return self._carried.states(cache.layers)
 
