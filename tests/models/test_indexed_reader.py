@@ -242,6 +242,23 @@ def test_without_a_cache_and_with_gradients_as_the_model_alone(family: str) -> N
         assert all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v4", "qwen4_exp_text", "glm5_next"])
+@torch.no_grad()
+def test_a_tuple_has_what_an_output_with_names_has(family: str) -> None:
+    model, rows = tiny(family), torch.zeros(2, 8, dtype=torch.int64)
+    rows[0, 3:], rows[1] = text(5, 5), text(8, 6)
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(text(40))
+        for called, first in ((model, "logits"), (model.get_decoder(), "last_hidden_state")):
+            for given in ({}, {"attention_mask": (rows > 0).long()}):
+                named = called(input_ids=rows, use_cache=False, **given)
+                found = called(input_ids=rows, use_cache=False, return_dict=False, **given)
+                assert list(named) == [first]
+                assert len(found) == 1
+                assert torch.equal(found[0], named[first])
+                assert len(called(input_ids=rows, return_dict=False, **given)) == 2
+
+
 @pytest.mark.parametrize("family", ["deepseek_v32", "qwen4_exp_text"])
 def test_a_part_of_a_prompt_may_be_padding_only(family: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -36,7 +36,7 @@ from memstore.memory.search import Match, search_vectors
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DTYPES, DRTForCausalLM, LowerLayer, SelfAttention
 from memstore.models.drt.retrieval import DRTChoice, DRTPacking, ListsInUse, MemoryTable, group_layers
-from memstore.models.reading import CacheReader
+from memstore.models.reading import CacheReader, tokens_between
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
@@ -418,7 +418,7 @@ class DRTReader(CacheReader[DRTCache]):
         table = MemoryTable(view, complete, rows, model.dtype, model.device, on_error=self.retrieval.on_error)
         cache = DRTCache(config, rows, table, first * text)
         cache.origin = Origin(document, model.device, stored=complete.stop)
-        return cache, self._tokens(document, first, count)
+        return cache, tokens_between(document, first * text, count)
 
     def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:
         config = self.model.config
@@ -458,17 +458,17 @@ class DRTReader(CacheReader[DRTCache]):
     def _with_context(self, document: Document, segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each segment with the earlier tokens that its blocks depend on. Then they depend on nothing else."""
         count = len(document)
-        before = self._tokens(document, self._context_block(document, count), count)
+        before = tokens_between(document, self._context_begins(document, count), count)
         for tokens in segments:
             yield before, tokens
             count += len(tokens)
-            start = self._context_block(document, count) * self.model.config.tokens_per_block
+            start = self._context_begins(document, count)
             before = torch.cat([before, tokens])[-(count - start) :] if count > start else tokens[:0]
 
-    def _context_block(self, document: Document, count: int) -> int:
-        """Return the first block that matters to the lower layers after ``count`` tokens."""
-        first = count // self.model.config.tokens_per_block - self.depth
-        return max(first, document.blocks.start if len(document) else 0, 0)
+    def _context_begins(self, document: Document, count: int) -> int:
+        """Return the first token of the first block that matters to the lower layers after ``count`` tokens."""
+        text = self.model.config.tokens_per_block
+        return max(count // text - self.depth, document.blocks.start if len(document) else 0, 0) * text
 
     @property
     def depth(self) -> int:

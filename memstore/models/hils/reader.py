@@ -12,7 +12,6 @@ any commit. A token's states do not depend on how the text was cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.device_copies import on_host, to_device
-from memstore.errors import DamagedError, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, check_layer
 from memstore.memory.spec import torch_dtype
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.hils.retrieval import HilsTable
-from memstore.models.reading import BlockReader
+from memstore.models.reading import BlockReader, last_states, tokens_between
 from memstore.readers.asking import Query
 from memstore.readers.attachment import evaluating
 from memstore.readers.fingerprint import fingerprint_of
@@ -127,8 +125,7 @@ class HilsReader(BlockReader[HilsCache]):
         cache = self._at(document, rows, retrieval, kept)
         cache.origin = Origin(document, self.model.device, stored=document.complete_blocks.stop)
         if kept.tokens < len(document):
-            size = self.model.config.tokens_per_block
-            rest = self._tokens(document, kept.tokens // size, len(document))[kept.tokens % size :]
+            rest = tokens_between(document, kept.tokens, len(document))
             with evaluating(self.model):
                 ids = to_device([rest.long()], self.model.device)[0].expand(rows, -1)
                 for piece, _ in self.model.cut(ids, kept.tokens):
@@ -139,10 +136,8 @@ class HilsReader(BlockReader[HilsCache]):
         """Return the latest state that is complete."""
         if not self.memory.spec.recurrent:
             return _Kept(len(document), ())
-        for place in reversed(document.recurrent_places()):
-            with suppress(DamagedError, NotFound):  # verify names the damage; lost states are computed again
-                return _Kept(place, to_device(document.recurrent(place), self.model.device))
-        return _Kept(0, ())
+        place, windows = last_states(document, len(document), self.model.device)
+        return _Kept(place, windows or ())
 
     def _at(self, document: Document, rows: int, retrieval: Retrieval, kept: _Kept) -> HilsCache:
         """Return a cache behind the first ``kept.tokens`` of the document."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
 from memstore.kernels.latent_attention import attend_rows
-from memstore.memory import Document
 from memstore.models.cache import ranked_look
 from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
@@ -107,8 +106,9 @@ def slots_of(layers: Sequence[IndexedLayer]) -> Slots:
 class Local:
     """The states of one row's own tokens: rows of each slot, index keys, and entries."""
 
-    def __init__(self, slots: Slots, keys: DocumentKeys, like: Tensor, pending: Mapping[int, Tensor]) -> None:
+    def __init__(self, slots: Slots, keys: DocumentKeys, pending: Mapping[int, Tensor]) -> None:
         """``pending``: states of the document's last tokens for entries that are not complete yet."""
+        like = keys.like
         self.rows = {slot: Rows(each.own_width, like) for slot, each in enumerate(slots.layers) if each.source is None}
         self.keys = {slot: keys.of[slot].behind() for slot in slots.indexed}
         self.raw = {slot: Rows(each.key_width, like) for slot, each in slots.indexed.items()}
@@ -146,29 +146,22 @@ class Local:
 class IndexedCall:
     """A sequence of forward passes after a document, as this module describes."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        document: Document,
-        keys: DocumentKeys,
-        rows: int,
-        like: Tensor,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        """Continue after ``document``, as ``keys`` know it; ``like`` has the model's dtype and device."""
-        self.slots, self.document, self.keys, self.like, self.observers = slots, document, keys, like, observers
+    def __init__(self, slots: Slots, keys: DocumentKeys, rows: int) -> None:
+        """Continue after the document of ``keys``, as they know it."""
+        self.slots, self.keys, self.document, self.like = slots, keys, keys.document, keys.like
+        self.observers: Sequence[Observer] = ()
         self.tokens = keys.tokens
         """Tokens of the document."""
         self.length = 0
         """Tokens so far, including their padding."""
         self.pending: dict[int, Tensor] = {}
         """States of the document's last tokens for entries that are not complete yet, by slot; see ``Local``."""
-        self.locals = [Local(slots, keys, like, self.pending) for _ in range(rows)]
+        self.locals = [Local(slots, keys, self.pending) for _ in range(rows)]
         self.counts = [0] * rows
         """Tokens of each row before the current pass, without padding."""
         self.asked = [0] * rows
         """Tokens of each row's first pass: the question."""
-        self.origin = Origin(document, like.device, stored=document.n_blocks)
+        self.origin = Origin(self.document, self.like.device, stored=self.document.n_blocks)
         self.ended = False
         self.only: int | None = None
         """The only row of a pass; None: all rows, with their padding."""
@@ -214,7 +207,7 @@ class IndexedCall:
 
     def reset(self) -> None:
         """Forget the local tokens."""
-        self.locals = [Local(self.slots, self.keys, self.like, self.pending) for _ in self.locals]
+        self.locals = [Local(self.slots, self.keys, self.pending) for _ in self.locals]
         self.counts, self.length = [0] * len(self.locals), 0
 
     def settle(self, tokens: int) -> None:
@@ -273,9 +266,7 @@ class IndexedCall:
             table, at = self._table(layer, source, row, ids[-1:])
             spent = 1e6 * (chosen_at - begun), 1e6 * (time.perf_counter() - again)
             parts, last = self.weights(layer, query[-1], table, at[0]), None if scores is None else scores[-1]
-            choice = IndexChoice(layer.index, [row], layer, self, query[-1], ids[-1], last, parts, spent)
-            for observer in self.observers:
-                observer.choice(choice)
+            self._tell(IndexChoice(layer.index, [row], layer, self, query[-1], ids[-1], last, parts, spent))
         return torch.cat(out)
 
     def _best(self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor) -> Chosen:
@@ -337,10 +328,12 @@ class IndexedCall:
             begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
             spent = 1e6 * (chosen_at - begun), 1e6 * gathering
             found = layer.index, [row], layer, self, query[-1], begins, best.scores[-1:], parts, spent
-            choice = IndexChoice(*found, near=(window[-1], near))
-            for observer in self.observers:
-                observer.choice(choice)
+            self._tell(IndexChoice(*found, near=(window[-1], near)))
         return torch.cat(out)
+
+    def _tell(self, choice: IndexChoice) -> None:
+        for observer in self.observers:
+            observer.choice(choice)
 
     def _entries(self, layer: IndexedLayer, slot: int, row: int, units: Tensor) -> Tensor:
         """Return entries ``[n, D]`` of ``units [n]``, ascending."""

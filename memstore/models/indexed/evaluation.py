@@ -19,6 +19,7 @@ from memstore.eval.evaluation import Evaluation, Reply, greedy
 from memstore.eval.tasks import Sample
 from memstore.models.indexed.call import IndexChoice
 from memstore.models.indexed.reader import IndexedReader
+from memstore.models.reading import in_lists
 from memstore.readers.audit import Auditor
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
@@ -68,8 +69,7 @@ class IndexAuditor(Auditor):
         sinks = logits[:, :0] if layer.sinks is None else layer.sinks.float().cpu()[:, None]
         weights = torch.cat([logits, sinks], 1).softmax(-1)[:, :count]
         ids = choice.ids.cpu().repeat_interleave(len(weights) // len(choice.ids), 0)  # [H, K]
-        ids = torch.where(ids < 0, count, ids // unit).clamp(max=count)
-        chosen = torch.zeros(len(weights), count + 1, dtype=torch.bool).scatter_(1, ids, value=True)[:, :-1]
+        chosen = in_lists(torch.where(ids < count * unit, ids // unit, -1), count)
         places, size = torch.arange(count * unit), self._document.memory.spec.block_size
         weights, chosen, scores = (x.repeat_interleave(unit, 1) for x in (weights / unit, chosen, logits[:, :count]))
         self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size, unit=unit)

@@ -146,7 +146,7 @@ class DocumentKeys:
         self, document: Document, layers: Mapping[int, IndexedLayer], like: Tensor, *, stop: int | None = None
     ) -> None:
         """``layers``: by the number under which their landmarks are stored; ``stop``: the first token to ignore."""
-        self.document, self._layers, self._like, self._stop = document, layers, like, stop
+        self.document, self.like, self._layers, self._stop = document, like, layers, stop
         self._edits = -1
         self.tokens = 0
         self.of: dict[int, _UnitKeys] = {}
@@ -162,7 +162,7 @@ class DocumentKeys:
         if state.edits != self._edits or state.tokens < self.tokens:
             self._edits, self.tokens = state.edits, 0
             stored = {"mapped": True, "coded": self.coded}
-            self.of = {slot: _UnitKeys(layer, self._like, **stored) for slot, layer in self._layers.items()}
+            self.of = {slot: _UnitKeys(layer, self.like, **stored) for slot, layer in self._layers.items()}
         size, tokens = self.document.memory.spec.block_size, state.tokens
         tokens = tokens if self._stop is None else min(tokens, self._stop)
         if tokens == self.tokens:
@@ -177,7 +177,7 @@ class DocumentKeys:
                 first = at // size
                 blocks = range(first, min(first + AT_ONCE, -(-stop // size)))
                 raw = view.landmarks(blocks).flatten(0, 2)[at - first * size : stop - first * size]
-                keys.extend(raw[:, : layer.key_width].to(self._like.device))
+                keys.extend(raw[:, : layer.key_width].to(self.like.device))
                 at += len(raw)
         if self.document.state.edits != state.edits:
             self.catch_up()  # the layers are of different moments

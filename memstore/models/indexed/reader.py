@@ -12,7 +12,7 @@ states as numbers. Some of these models keep the last token ids in them, which f
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import signature
 from math import lcm
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from memstore.device_copies import on_host, to_device
-from memstore.errors import BrokenOff, DamagedError, InvalidArgument, NotFound
+from memstore.errors import BrokenOff, InvalidArgument
 from memstore.kernels import native as compiler
 from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
@@ -36,6 +36,7 @@ from memstore.models.causal import uncompiled
 from memstore.models.indexed.call import IndexChoice, IndexedCall, LocalLayer, Slots, slots_of
 from memstore.models.indexed.family import IndexedLayer, attending, family_of, spread
 from memstore.models.indexed.keys import DocumentKeys
+from memstore.models.reading import last_states, tokens_between
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, changed, evaluating
 from memstore.readers.caches import CACHE, cache_in, check_new, with_cache
@@ -178,7 +179,7 @@ class IndexedReader(Reader):
         self._ids: Tensor | None = None
         self._padding: Tensor | None = None  # ``[B, S]``, False on padding at the beginning of rows of a pass
         self._thread: int | None = None  # the thread that runs a forward pass
-        self._cached = True  # whether the caller gets the cache of the pass
+        self._cached = self._named = True  # whether the caller gets the cache of the pass, and its output by names
         self._told = True  # observers hear of questions, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
@@ -280,12 +281,12 @@ class IndexedReader(Reader):
 
     def _new_call(self, document: Document, rows: int) -> IndexedCall:
         """Return a call that continues after the document's current state."""
-        like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         if self._keys is None or self._keys.document is not document:
-            self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
+            like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
+            self._keys = DocumentKeys(document, self.slots.indexed, like)
             self._keys.coded = self._coded
         self._keys.catch_up()
-        call = IndexedCall(self.slots, document, self._keys, rows, like)
+        call = IndexedCall(self.slots, self._keys, rows)
         self._calls.add(call)
         return call
 
@@ -308,27 +309,19 @@ class IndexedReader(Reader):
 
     def _remembered(self, before: IndexedCall) -> Sequence[Tensor] | None:
         """Return the states ``before`` a call of layers that do not attend, computed again from kept ones if needed."""
-        document, tokens, device = before.document, before.tokens, self.model.device
+        document, tokens = before.document, before.tokens
         if self._carried is None or not tokens:
             return None
-        place, kept = 0, None
-        for each in (at for at in reversed(document.recurrent_places()) if at <= tokens):
-            with suppress(DamagedError, NotFound):  # verify names the damage, and an append replaces the last states
-                place, kept = each, to_device(document.recurrent(each), device)
-                break
+        place, kept = last_states(document, tokens, self.model.device)
         if place == tokens:
             return kept
         # A fork or an update has cut the document, or another process has appended. The text behind it is read again.
-        like = torch.empty(0, dtype=self.model.dtype, device=device)
-        keys = DocumentKeys(document, self.slots.indexed, like, stop=place)
+        keys = DocumentKeys(document, self.slots.indexed, before.keys.like, stop=place)
         keys.catch_up()
-        call = IndexedCall(self.slots, document, keys, 1, like)
+        call = IndexedCall(self.slots, keys, 1)
         cache = self._cache_of(call, kept)
-        size = self.memory.spec.block_size
-        first = place // size
-        rest = document.tokens(range(first, -(-tokens // size)))[place - first * size : tokens - first * size]
         with torch.no_grad(), evaluating(self.model):
-            for some in rest.split(SEGMENT):
+            for some in tokens_between(document, place, tokens).split(SEGMENT):
                 self._decode(some, cache)
         return self._carried.states(cache.layers)
 
@@ -384,16 +377,17 @@ class IndexedReader(Reader):
         if self.family.linear and not (call.tokens or call.length):  # they can skip padding at the very beginning
             masks["linear_attention"] = mask
         given["attention_mask"] = masks
-        uses = given.get("use_cache")
-        uses = self.family.config.use_cache if uses is None else uses
+        usual = self.family.config
+        uses = usual.use_cache if given.get("use_cache") is None else given["use_cache"]
         self._cached = cache is not None or bool(uses)
+        self._named = bool(usual.return_dict if given.get("return_dict") is None else given["return_dict"])
         if not call.length and (self._cached or self._carried is not None) and not _is_ours(cache):
             states = self._remembered(call)
             if cache is None:
                 cache = self._cache_of(call, states)
             else:
                 self._take_over(cache, call, states)
-        return (), {**with_cache(given, cache), "use_cache": cache is not None}
+        return (), {**with_cache(given, cache), "use_cache": cache is not None, "return_dict": True}
 
     # Layers that do not attend would read the padding between a document and a prompt. So rows run one by one.
     def _without_padding(self, plain: Callable[..., Any], carried: _CarriedStates, **given: Any) -> Any:
@@ -425,7 +419,11 @@ class IndexedReader(Reader):
             call.end()
         elif call is not None:
             call.ended = True  # only some layers have its tokens
-        return output if self._cached or output is None else type(output)(**with_cache(output, None))
+        if output is None:
+            return None
+        if not self._cached:
+            output = type(output)(**with_cache(output, None))
+        return output if self._named else output.to_tuple()
 
     def _call_of(self, cache: Any, rows: int) -> IndexedCall:
         """Return the call that a pass belongs to, by its cache, or a new one if the cache is empty or missing."""
@@ -580,6 +578,8 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
             f"{mask.shape[1]}"
         )
     mask = mask.bool()
+    if bool(mask.all()):  # usual, also for single tokens: ask a GPU once
+        return None
     if not bool(mask[:, :-total].all()):
         raise InvalidArgument(
             "attention_mask hides tokens of the document, and a memory cannot hide single tokens: pass the mask "

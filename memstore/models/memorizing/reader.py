@@ -23,7 +23,7 @@ from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
 from memstore.models.memorizing.cache import KNNChoice, MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
-from memstore.models.reading import CacheReader
+from memstore.models.reading import CacheReader, tokens_between
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, changed, evaluating
 from memstore.readers.fingerprint import fingerprint_of
@@ -121,8 +121,9 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         config, document = self.model.config, job.document
         cache = MemorizingCache(config, 1, StoredTokens([document]))
         if len(document):  # stored keys depend on the windows of the layers below, which look nothing up
-            first = (len(document) - int(config.memory_layer or 0) * config.window) // self.memory.spec.block_size
-            before = self._tokens(document, max(first, document.blocks.start), len(document))
+            size = self.memory.spec.block_size
+            first = (len(document) - int(config.memory_layer or 0) * config.window) // size
+            before = tokens_between(document, max(first, document.blocks.start) * size, len(document))
             with changed(cache, memory=None, _remembers=False):
                 self._segment(before, cache)
         try:

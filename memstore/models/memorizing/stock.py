@@ -46,6 +46,7 @@ from memstore.memory.search import Match, search_vectors
 from memstore.models.causal import check_sizes
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
+from memstore.models.reading import tokens_between
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, changed, evaluating
 from memstore.readers.caches import cache_in
@@ -479,12 +480,11 @@ class KNNReader(Reader):
 
     def _before(self, document: Document, tokens: Tensor) -> Tensor:
         """Return the tokens read before ``tokens``: a token of context, and the stored part of their segment."""
-        size, count = document.memory.spec.block_size, len(document)
+        count = len(document)
         first = count // self._segment_tokens * self._segment_tokens
         if not count:
             return tokens[:1]
-        start = max(0, first - 1)
-        held = document.tokens(range(start // size, -(-count // size)))[start - start // size * size :]
+        held = tokens_between(document, max(0, first - 1), count)
         return held if first else torch.cat([held[:1], held])
 
     def _described(self) -> dict[str, Any]:

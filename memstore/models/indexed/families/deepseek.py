@@ -76,9 +76,13 @@ class _LatentLayer(IndexedLayer):
 
     def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
         """Return index queries ``[B, S, heads, D]`` and keys ``[B, S, D]``."""
-        indexer = self.indexer
-        ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
-        return self.index_turn(ask, cos_sin), self.index_turn(indexer.k_norm(indexer.wk(hidden)), cos_sin)
+        ask = self.indexer.wq_b(residual).unflatten(-1, (self.indexer.n_heads, -1))
+        return self.index_turn(ask, cos_sin), self.index_turn(self.index_key(hidden), cos_sin)
+
+    def index_key(self, hidden: Tensor) -> Tensor:
+        """Return index keys ``[B, S, D]`` before rotation."""
+        key: Tensor = self.indexer.k_norm(self.indexer.wk(hidden))
+        return key
 
     def index_turn(self, x: Tensor, cos_sin: Any) -> Tensor:
         rest = x.shape[-1] - self.rope
@@ -162,12 +166,11 @@ class _SinkLayer(_LatentLayer):
         gate = self.module.gate_proj(hidden).unflatten(-1, (self.module.num_heads, -1)).sigmoid()
         return residual, queries, lambda values: values * gate
 
-    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
+    def index_key(self, hidden: Tensor) -> Tensor:
         """Norm keys in the norm's own dtype."""
-        indexer = self.indexer
-        ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
-        key = indexer.k_norm(indexer.wk(hidden).to(indexer.k_norm.weight.dtype)).to(hidden.dtype)
-        return self.index_turn(ask, cos_sin), self.index_turn(key, cos_sin)
+        norm = self.indexer.k_norm
+        key: Tensor = norm(self.indexer.wk(hidden).to(norm.weight.dtype)).to(hidden.dtype)
+        return key
 
 
 class HYV4(DeepseekV32):
@@ -240,12 +243,12 @@ class _PoolLayer(_LatentLayer):
     def turn(self, x: Tensor, cos_sin: Any) -> Tensor:  # noqa: ARG002 - it has no positions
         return x
 
-    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    index_turn = turn
+
+    def index_key(self, hidden: Tensor) -> Tensor:
         """Return each token's key with the gates of its numbers in the pool."""
-        indexer = self.indexer
-        ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
-        gate = torch.nn.functional.linear(hidden, indexer.index_kpool_compress_gate)
-        return ask, torch.cat([indexer.k_norm(indexer.wk(hidden)), gate], -1)
+        gate = torch.nn.functional.linear(hidden, self.indexer.index_kpool_compress_gate)
+        return torch.cat([super().index_key(hidden), gate], -1)
 
     def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - it has no positions
         """Return the mean of a pool's keys, weighted by the softmax of gates and places."""

@@ -15,10 +15,10 @@ from memstore.models.indexed.family import IndexedFamily, IndexedLayer, Projecti
 class _GroupedLayer(IndexedLayer):
     """Grouped query attention: a row has key and value of each key-value head, one pair after the other."""
 
-    def __init__(self, module: Any, index: int, groups: int) -> None:
+    def __init__(self, module: Any, index: int) -> None:
         super().__init__(module, index)
-        self.dim, self.groups = int(module.head_dim), groups
-        self.row_width = 2 * groups * self.dim
+        self.dim, self.groups = int(module.head_dim), module.k_proj.out_features // module.head_dim
+        self.row_width = 2 * self.groups * self.dim
         self.key, self.value = slice(0, self.dim), slice(self.dim, 2 * self.dim)
         self.scaling = float(module.scaling)
         self.indexer = module.indexer
@@ -43,7 +43,7 @@ class _BlockLayer(_GroupedLayer):
     mode, pooled = "max", False
 
     def __init__(self, module: Any, index: int) -> None:
-        super().__init__(module, index, module.k_proj.out_features // module.head_dim)
+        super().__init__(module, index)
         if self.indexer is None:
             self.sees = "all"
             return
@@ -92,7 +92,7 @@ class _RunLayer(_GroupedLayer):
     by_query = True
 
     def __init__(self, module: Any, index: int, rotary: Any) -> None:
-        super().__init__(module, index, module.k_proj.out_features // module.head_dim)
+        super().__init__(module, index)
         self.rotary = rotary
         self.key_width = self.index_dim = int(self.indexer.index_head_dim)
         self.unit, self.top = int(self.indexer.compress_ratio), int(self.indexer.block_topk)
