@@ -36,25 +36,26 @@ def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
     Raises ``NotFound`` without the file, and ``InvalidArgument`` if it is empty or has other content.
     """
     try:
-        if path.exists() and not path.is_file():  # opening a pipe can wait for ever
-            raise IsADirectoryError
         lines = path.read_text("utf-8-sig").split("\n")
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound(f"there is no file {path}. Name a JSON Lines file of {what}.") from None
     except IsADirectoryError:
-        raise InvalidArgument(f"{path} is a folder, a pipe or a device. Name a JSON Lines file.") from None
+        raise InvalidArgument(f"{path} is a folder. Name a JSON Lines file.") from None
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{path} is not UTF-8 text (at byte {error.start:,}). Convert it to UTF-8.") from None
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
         raise InvalidArgument(f"{path} cannot be read ({error}). Name a JSON Lines file.") from None
     found = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
         try:
-            if line.strip():
-                found.append((f"line {number} of {path}", value := parsed(line.encode())))
-                json.dumps(value, ensure_ascii=False).encode()  # JSON allows half of a character, tokenizers do not
+            value = parsed(line.encode())
+            json.dumps(value, ensure_ascii=False).encode()  # JSON allows half of a character, tokenizers do not
         except ValueError as error:
-            raise InvalidArgument(f"line {number} of {path} is not valid JSON: {error}") from None
+            raise InvalidArgument(f"{where} is not valid JSON: {error}") from None
+        found.append((where, value))
     if not found:
         raise InvalidArgument(f"{path} is empty: write one JSON object per line, with {what}.")
     return found

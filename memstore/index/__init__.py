@@ -5,11 +5,12 @@ Other packages add theirs through the entry point group below.
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument
+from memstore.lazy import lazy
 
 if TYPE_CHECKING:  # nothing here needs PyTorch before an index is made
     from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
@@ -21,18 +22,16 @@ ENTRY_POINTS = "memstore.indexes"
 """Entry point group of other packages' indexes: kind -> a class with the constructor of ``VectorIndex``."""
 
 _HOMES = {
-    "auto": ("memstore.index.cluster_index", "AutoIndex"),
-    "clusters": ("memstore.index.cluster_index", "ClusterIndex"),
-    "codes": ("memstore.index.codes", "CodeIndex"),
-    "exact": ("memstore.index.exact", "ExactIndex"),
-    "faiss": ("memstore.index.faiss", "FaissIndex"),
-    "milvus": ("memstore.index.milvus", "MilvusIndex"),
-    "signs": ("memstore.index.signs", "SignIndex"),
+    "auto": "memstore.index.cluster_index:AutoIndex",
+    "clusters": "memstore.index.cluster_index:ClusterIndex",
+    "codes": "memstore.index.codes:CodeIndex",
+    "exact": "memstore.index.exact:ExactIndex",
+    "faiss": "memstore.index.faiss:FaissIndex",
+    "milvus": "memstore.index.milvus:MilvusIndex",
+    "signs": "memstore.index.signs:SignIndex",
 }
 BUILT_IN = frozenset(_HOMES)
 """Kinds that come with memstore."""
-_CONTRACT = ("IndexCapabilities", "SearchResult", "VectorIndex")
-_NAMES = {name: home for home, name in _HOMES.values()} | dict.fromkeys(_CONTRACT, "memstore.index.contract")
 
 
 def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, **options: Any) -> VectorIndex:
@@ -62,8 +61,7 @@ def lies_on_devices(name: str) -> bool:
 
 def _class(kind: str) -> Any:
     if kind in _HOMES:
-        module, name = _HOMES[kind]
-        return getattr(import_module(module), name)
+        return resolve_name(_HOMES[kind])
     plugins = entry_points(group=ENTRY_POINTS)
     if kind not in plugins.names:
         known = ", ".join(sorted({*_HOMES, *plugins.names}))
@@ -73,7 +71,4 @@ def _class(kind: str) -> Any:
     return plugins[kind].load()
 
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(import_module(_NAMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy(__name__, {"contract": "IndexCapabilities, SearchResult, VectorIndex", "exact": "ExactIndex"})

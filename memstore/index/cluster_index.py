@@ -274,6 +274,7 @@ class ClusterIndex(VectorIndex):
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)
+    kind = "clusters"
 
     def _prepare(self, settings: str) -> None:
         library()
@@ -363,7 +364,7 @@ class ClusterIndex(VectorIndex):
             self._adopt(wait=True)
 
     def facts(self) -> Mapping[str, Any]:
-        facts: dict[str, Any] = {"kind": "clusters", "exact_blocks": len(self._tail)}
+        facts: dict[str, Any] = {"kind": self.kind, "exact_blocks": len(self._tail)}
         if self._base is not None:
             base = self._base
             facts |= {"lists": len(base.heads[0].centres), "probes": base.probes, "recall": round(base.recall, 4)}
@@ -435,7 +436,7 @@ class ClusterIndex(VectorIndex):
 
     @property
     def _about(self) -> dict[str, Any]:
-        return files.identity("clusters", self, dtype=self.dtype)
+        return files.identity(self, dtype=self.dtype)
 
     def _new_tail(self) -> ExactIndex:
         return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype, self.device)
@@ -585,15 +586,13 @@ def _found(
 
 def _best(found: SearchResult, k: int) -> SearchResult:
     """Return the ``k`` best blocks of ``[..., m]``, each once, by its best key; equal scores by ascending id."""
-    by_id = found.ids.argsort(dim=-1, stable=True)
-    scores, ids, offsets = (each.gather(-1, by_id) for each in found)
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    scores, ids, offsets = (each.gather(-1, order) for each in (scores, ids, offsets))
+    columns = order(found.scores, found.ids)
+    scores, ids, offsets = (each.gather(-1, columns) for each in found)
     again = (ids[..., :, None] == ids[..., None, :]).tril(-1).any(-1) & (ids >= 0)
     scores = scores.masked_fill(again, -torch.inf)
     ids, offsets = ids.masked_fill(again, -1), offsets.masked_fill(again, -1)
-    order = again.int().argsort(dim=-1, stable=True)
-    return SearchResult(*(each.gather(-1, order)[..., :k] for each in (scores, ids, offsets)))
+    first = again.int().argsort(dim=-1, stable=True)
+    return SearchResult(*(each.gather(-1, first)[..., :k] for each in (scores, ids, offsets)))
 
 
 def _share(text: str, wanted: str) -> float:

@@ -9,9 +9,8 @@ exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +36,10 @@ class CodeIndex(VectorIndex):
     A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
+    capabilities = IndexCapabilities(exact=False, dense=True)
+    kind = "codes"
+
     def _prepare(self, settings: str) -> None:
-        self.capabilities = IndexCapabilities(exact=False, dense=True)
         self._refuse(settings)
         self._room = max(1, CHUNK_KEYS // self.keys_per_block)
         self._keys: list[Tensor] = []  # each [G, room, P, D] int8
@@ -94,24 +95,17 @@ class CodeIndex(VectorIndex):
         scores = torch.stack([self._maxima(grouped[head], head, rows) for head in range(self.key_heads)])
         return scores.reshape(*queries.shape[:2], rows.numel()), self._ids[rows]
 
-    def facts(self) -> Mapping[str, Any]:
-        return {"kind": "codes"}
-
     def save(self, path: Path) -> None:
         ids, keys = self._content()
-        files.save(path, self._about, {"ids": ids, "keys": keys.to(torch.int8)})
+        files.save(path, files.identity(self), {"ids": ids, "keys": keys.to(torch.int8)})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, self._about)
+        content = files.load(path, files.identity(self))
         shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
         content.check(ids=(torch.int64, ("n",)), keys=(torch.int8, shape))
         keys = content.tensors["keys"]
         content.require(not bool((keys == -128).any()), "keys")
         self._replace(content.tensors["ids"], keys.float())
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return files.identity("codes", self)
 
     def _grow(self) -> None:
         sizes = (self.key_heads, self._room, self.keys_per_block)

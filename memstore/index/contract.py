@@ -62,6 +62,8 @@ class VectorIndex(ABC):
     """
 
     capabilities: IndexCapabilities
+    kind = ""
+    """The kind in its facts and files; empty: the name of its class."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class VectorIndex(ABC):
 
     def facts(self) -> Mapping[str, Any]:
         """Return the facts for ``memstore stats``: JSON values, including ``"kind"``."""
-        return {"kind": type(self).__name__}
+        return {"kind": self.kind or type(self).__name__}
 
     def close(self) -> None:  # noqa: B027 - most indexes hold nothing
         """Release threads and connections, which garbage collection would not. Do not use the index afterwards."""

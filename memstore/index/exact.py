@@ -59,6 +59,7 @@ class ExactIndex(VectorIndex):
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True, devices=True)
+    kind = "exact"
 
     def _prepare(self, settings: str) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
@@ -135,9 +136,6 @@ class ExactIndex(VectorIndex):
         """Return ids ``[n]`` in the order of their places, and stored keys ``[G, n, P, D]``, on the CPU."""
         return self._chunks.content()
 
-    def facts(self) -> Mapping[str, Any]:
-        return {"kind": "exact"}
-
     def save(self, path: Path) -> None:
         files.save(path, self._about, self._tensors())
 
@@ -154,7 +152,7 @@ class ExactIndex(VectorIndex):
 
     @property
     def _about(self) -> dict[str, Any]:
-        return files.identity("exact", self, dtype=self.dtype)
+        return files.identity(self, dtype=self.dtype)
 
     def _tensors(self) -> dict[str, Tensor]:
         return self._chunks.tensors()
@@ -318,9 +316,9 @@ def _top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
 
 
 def order(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return columns that sort ``[R, n]``: best score first, equal scores by ascending id, empty places last."""
-    by_id = ids.argsort(dim=1)
-    return by_id.gather(1, scores.gather(1, by_id).argsort(dim=1, descending=True, stable=True))
+    """Return columns that sort ``[..., n]``: best score first, equal scores by ascending id, empty places last."""
+    by_id = ids.argsort(dim=-1)
+    return by_id.gather(-1, scores.gather(-1, by_id).argsort(dim=-1, descending=True, stable=True))
 
 
 def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import contract, files
+from memstore.index import contract
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
 from memstore.index.exact import BestBlocks, ExactIndex, choose, merge
@@ -56,6 +56,7 @@ class FaissIndex(ExactIndex):
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)
+    kind = "faiss"
 
     def _prepare(self, settings: str) -> None:
         super()._prepare("")
@@ -142,11 +143,11 @@ class FaissIndex(ExactIndex):
 
     def facts(self) -> Mapping[str, Any]:
         counts = {"blocks_in_faiss": self._known, "blocks_searched_exactly": len(self) - self._known}
-        return {"kind": "faiss", **self.settings._asdict(), **counts}
+        return {"kind": self.kind, **self.settings._asdict(), **counts}
 
     @property
     def _about(self) -> dict[str, Any]:
-        return files.identity("faiss", self, dtype=self.dtype) | {"factory": self.settings.factory}
+        return super()._about | {"factory": self.settings.factory}
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors, base = super()._tensors(), self._base

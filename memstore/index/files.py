@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import contract
+from memstore.index.contract import VectorIndex
 from memstore.json_checks import anything, fit, members, parse, row, text
 
 KIND = "memstore index 2"
@@ -119,10 +120,10 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
     return Content(path, tensors, there)
 
 
-def identity(kind: str, index: Any, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def identity(index: VectorIndex, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return the ``facts`` of ``save`` and ``load`` that a file of an index must match."""
     sizes = {name: getattr(index, name) for name in ("key_heads", "keys_per_block", "key_dim")}
-    return {"index": kind, **sizes} | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
+    return {"index": index.kind, **sizes} | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -36,6 +36,7 @@ class MilvusIndex(VectorIndex):
     """
 
     capabilities = IndexCapabilities(exact=False, dense=False)
+    kind = "milvus"
 
     def _prepare(self, settings: str) -> None:
         self.where = settings
@@ -59,7 +60,7 @@ class MilvusIndex(VectorIndex):
         self._check_blocks(ids, keys)
         blocks = ids.tolist()
         contract.check_new(self._held(ids), ids)
-        self._insert(self._name, blocks, keys)
+        self._insert(blocks, keys)
         self._ids.update(blocks)
 
     def remove(self, ids: Tensor) -> None:
@@ -88,7 +89,7 @@ class MilvusIndex(VectorIndex):
         return SearchResult(*(part.reshape(shape).to(queries.device) for part in (scores, ids, offsets)))
 
     def facts(self) -> Mapping[str, Any]:
-        return {"kind": "milvus", "where": self.where, "collection": self._name}
+        return {"kind": self.kind, "where": self.where, "collection": self._name}
 
     def close(self) -> None:
         if self._client is not None:
@@ -104,10 +105,10 @@ class MilvusIndex(VectorIndex):
             for entity in self._call("query", self._name, filter=f"block in {some}", output_fields=FIELDS):
                 vector = torch.tensor(entity["key"])
                 keys[rows[entity["block"]], entity["head"], entity["offset"]] = vector
-        files.save(path, self._about, {"ids": ids, "keys": keys})
+        files.save(path, files.identity(self), {"ids": ids, "keys": keys})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, self._about)
+        content = files.load(path, files.identity(self))
         shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
         content.check(ids=(torch.int64, ("n",)), keys=(torch.float32, shape))
         old, self._name = self._name, f"memstore_{uuid.uuid4().hex}"
@@ -115,10 +116,6 @@ class MilvusIndex(VectorIndex):
         self._ids = set()
         self.add(content.tensors["ids"], content.tensors["keys"])
         self._call("drop_collection", old)
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return files.identity("milvus", self)
 
     def _create(self) -> None:
         from pymilvus import DataType
@@ -133,7 +130,7 @@ class MilvusIndex(VectorIndex):
         # Strong consistency: a search sees all earlier additions and removals.
         self._call("create_collection", self._name, schema=schema, index_params=index, consistency_level="Strong")
 
-    def _insert(self, name: str, blocks: list[int], keys: Tensor) -> None:
+    def _insert(self, blocks: list[int], keys: Tensor) -> None:
         entities = [
             {"block": block, "head": head, "offset": offset, "key": key}
             for block, heads in zip(blocks, keys.float().cpu().numpy(), strict=True)
@@ -142,9 +139,9 @@ class MilvusIndex(VectorIndex):
         ]
         try:
             for some in _steps(entities):
-                self._call("insert", name, data=some)
+                self._call("insert", self._name, data=some)
         except MemstoreError:
-            self._call("delete", name, filter=f"block in {blocks}")
+            self._call("delete", self._name, filter=f"block in {blocks}")
             raise
 
     def _hits(self, queries: Tensor, head: int, k: int, among: str) -> list[list[Any]]:

@@ -8,9 +8,7 @@ memory is this index.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ class SignIndex(VectorIndex):
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True)
+    kind = "signs"
 
     def _prepare(self, settings: str) -> None:
         self._refuse(settings)
@@ -91,21 +90,14 @@ class SignIndex(VectorIndex):
         ids = self._ids[rows].clone()
         return scores.reshape(*queries.shape[:2], len(ids)).to(queries.device), ids.to(queries.device)
 
-    def facts(self) -> Mapping[str, Any]:
-        return {"kind": "signs"}
-
     def save(self, path: Path) -> None:
-        files.save(path, self._about, {"ids": self._ids[self._held], "words": self._words[:, self._held]})
+        files.save(path, files.identity(self), {"ids": self._ids[self._held], "words": self._words[:, self._held]})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, self._about)
+        content = files.load(path, files.identity(self))
         shape = (self.key_heads, "n", *words_shape(self.keys_per_block, self.key_dim))
         content.check(ids=(torch.int64, ("n",)), words=(torch.int16, shape))
         self._hold(content.tensors["ids"], content.tensors["words"])
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return files.identity("signs", self)
 
     def _room_for(self, blocks: int) -> tuple[Tensor, Tensor]:
         shape = (self.key_heads, max(blocks, LEAST_ROOM), *words_shape(self.keys_per_block, self.key_dim))

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -631,8 +631,8 @@ class Conversation:
             memory.forget(self.name)
         elif document is not None:
             self.reader.update(document.tokens()[:start], self.name)
-        self._drop(number for number, turn in enumerate(turns) if turn.start == start)
         self.turns = [turn for turn in turns if turn.start != start]
+        self._drop(range(len(self.turns), len(turns)))
         try:
             memory.traces.remove(*(trace.number for trace in memory.traces.of_conversation(self.name, start)))
         except MemstoreError as error:
@@ -660,8 +660,8 @@ class Conversation:
             self._drop(gone)
         return [turn for number, turn in turns.items() if number not in gone]
 
-    def _drop(self, numbers: Iterable[int]) -> None:
-        """Delete turns. They ascend: an answer goes last, or the words before it would seem to have none."""
+    def _drop(self, numbers: Sequence[int]) -> None:
+        """Delete turns, in order: if the process ends before the answer goes, ``_kept`` still knows what is gone."""
         for number in numbers:
             self.reader.memory.put_info(self._fact(number), None)
 
@@ -708,10 +708,12 @@ class Conversation:
         return f"{SAID}{self.session}/{number}"
 
 
+_TURN = {"role": text(100), "text": text(MAX_JSON_BYTES), "time": text(100), "start": whole()}
+
+
 def _turn(fact: Any, name: str) -> Turn:
-    said = text(MAX_JSON_BYTES)
-    fit(fact, table(role=text(100), text=said, time=text(100), start=whole()), f"a turn of the conversation {name!r}")
-    return Turn(**{each.name: fact[each.name] for each in fields(Turn)})
+    fit(fact, table(**_TURN), f"a turn of the conversation {name!r}")
+    return Turn(**{member: fact[member] for member in _TURN})
 
 
 def _now() -> str:

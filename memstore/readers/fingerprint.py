@@ -234,16 +234,13 @@ def _checksum(weights: Weights) -> str:
     by_device: dict[torch.device, list[int]] = {}
     for at, each in enumerate(sums):
         by_device.setdefault(each.device, []).append(at)
-    rows = {at: row for which in by_device.values() for at, row in zip(which, _rows(sums, which), strict=True)}
+    rows: dict[int, list[int]] = {}
+    for which in by_device.values():
+        rows.update(zip(which, torch.stack([sums[at] for at in which]).tolist(), strict=True))
     digest = xxhash.xxh3_128()
     for at, (name, tensor) in enumerate(weights):
         digest.update(_about(name, tensor) + f" {rows[at]}".encode())
     return digest.hexdigest()
-
-
-def _rows(sums: list[Tensor], which: list[int]) -> list[list[int]]:
-    found: list[list[int]] = torch.stack([sums[at] for at in which]).tolist()
-    return found
 
 
 def _about(name: str, tensor: Tensor) -> bytes:

@@ -451,8 +451,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def shipped_model(name: str) -> Path:
     """Return the folder of a model in the package. Raises ``NotFound`` if it is missing."""
-    folder = _shipped(name)
-    if not (folder / "config.json").exists():
+    folder = shipped_folder(name)
+    if folder is None:
         raise NotFound(f"this memstore was installed without its model {name!r}. Name a model folder with --model.")
     return folder
 
@@ -465,12 +465,8 @@ def model_folder(name: Path) -> Path:
 
 def shipped_folder(name: str) -> Path | None:
     """Return the folder of the package's model of this name, or None. Folders in the working directory do not count."""
-    folder = _shipped(name)
+    folder = Path(str(files("memstore"))) / "models" / "shipped" / name
     return folder if Path(name).name == name and (folder / "config.json").exists() else None
-
-
-def _shipped(name: str) -> Path:
-    return Path(str(files("memstore"))) / "models" / "shipped" / name
 
 
 def require_transformers() -> ModuleType:

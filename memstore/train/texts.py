@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def _on_texts(opened: Session, start: Start, documents: Documents, context: int,
     rows = cut(encoded(documents, tokenizer), context, end)
     rows, kept = held_out(rows, valid)
     batch = opened.optimisation.batch
-    trainer = _trainer(opened, start, tokenizer, rows, collate)
+    trainer = _trainer(opened, start, tokenizer, opened.drawn(rows), collate, batch)
 
     def measure() -> Report:
         measured = {"valid_perplexity": round(perplexity(trainer.trained, kept, batch), 4)} if len(kept) else {}
@@ -163,18 +164,24 @@ def _on_pairs(opened: Session, start: Start, found: list[tuple[str, str]]) -> Re
         tokenizer = start.tokenizer_of(opened.run)
     pairs = encode_pairs(found, tokenizer, start.config.tokens_per_block)
     longest = max(len(pair.prompt) + len(pair.answer) for pair in pairs)
-    trainer = _trainer(opened, start, tokenizer, pairs, collate_pairs)
+    trainer = _trainer(opened, start, tokenizer, opened.drawn(pairs), collate_pairs, opened.optimisation.batch)
     return opened.fit(trainer, lambda: {"pairs": len(pairs), "longest": longest})
 
 
 def _trainer(
-    opened: Session, start: Start, tokenizer: PreTrainedTokenizerBase, items: Any, collate: Any
+    opened: Session,
+    start: Start,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Any,
+    collate: Any,
+    batch: int,
+    make: Callable[..., MemoryTrainer] | None = None,
 ) -> MemoryTrainer:
-    data = opened.drawn(items)
-    return start.family.text_trainer(
+    """Return the trainer that ``make`` makes, by default that of texts, for ``data`` in batches of ``batch``."""
+    return (make or start.family.text_trainer)(
         opened.run,
         start.model(tokenizer, opened.optimisation.seed),
-        opened.arguments(start.config, len(data), opened.optimisation.batch),
+        opened.arguments(start.config, len(data), batch),
         opened.optimisation,
         data=data,
         collate=collate,
@@ -191,17 +198,8 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
     batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
     data = NeedleRows(recipe, tokenizer, tokens, size, batches, seed)
     assert start.family.needle_trainer is not None, f"there is no recipe for a {start.family.kind.name}"
-    trainer = start.family.needle_trainer(
-        recipe,
-        opened.run,
-        start.model(tokenizer, seed),
-        opened.arguments(start.config, batches, batch=1),
-        recipe.optimisation,
-        data=data,
-        collate=itemgetter(0),  # the dataset makes whole batches
-        tokenizer=tokenizer,
-        fresh=start.init is None,
-    )
+    make = partial(start.family.needle_trainer, recipe)
+    trainer = _trainer(opened, start, tokenizer, data, itemgetter(0), 1, make)  # the dataset makes whole batches
     fresh = NeedleRows(recipe.asking_only(recipe.task), tokenizer, tokens, size, recipe.checked, seed + 1)
     return opened.fit(trainer, lambda: _measured(trainer.trained, recipe, fresh, opened))
 

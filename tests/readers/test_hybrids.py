@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -121,3 +124,30 @@ def test_rows_with_padding_are_refused() -> None:
         reader.read(TEXT)
         with pytest.raises(InvalidArgument, match="rows of equal length"):
             model(rows, attention_mask=mask)
+
+
+def test_a_cache_is_freed_with_its_last_name_and_a_copy_goes_its_own_way() -> None:
+    model = tiny("qwen3_next")
+    with hybrid(model, "ram:") as reader, torch.no_grad():
+        reader.read(TEXT)
+        cache = model(REST[None], use_cache=True).past_key_values
+        linear = next(layer for layer in cache.layers if hasattr(layer, "recurrent_states"))
+        twin, before = copy.deepcopy(linear), linear.recurrent_states[0].clone()
+        twin.update_recurrent_state(torch.zeros_like(before))
+        assert torch.equal(linear.recurrent_states[0], before)
+        assert not twin.recurrent_states[0].any()
+        watched = weakref.ref(linear)
+        gc.disable()
+        try:
+            del cache, linear
+            assert watched() is None
+        finally:
+            gc.enable()
+
+
+def test_gradients_flow_through_a_pass_that_continues_a_document(model: PreTrainedModel) -> None:
+    with hybrid(model, "ram:") as reader:
+        reader.read(TEXT)
+        model(REST[None]).logits.sum().backward()
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
+    assert any(weight.grad is not None for weight in model.parameters())

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ PROBE = "memstore_probe"
 PROBE_TOKENS = 5
 FAR = 1 << 20
 """A position where every dependence on positions shows."""
+WIDEST = 1 << 23
+"""A layer that sees so many tokens has no window."""
 Part = Literal["none", "all", "first", "last"]
 OWN_CACHE = "it keeps its states in a cache of its own kind"
 CosSin = tuple[Tensor, Tensor]
@@ -89,17 +92,15 @@ class LayerRotary:
         assert self.apply is not None, "a rotation with a table has a function too"
         cos, sin = cos_sin
         size, dim = cos.shape[-1], q.shape[-1]
-        match self.part:
-            case "first":
-                q_part, k_part = self.apply(q[..., :size], k[..., :size], cos, sin)
-                return torch.cat((q_part, q[..., size:]), -1), torch.cat((k_part, k[..., size:]), -1)
-            case "last":
-                keep = dim - size
-                q_part, k_part = self.apply(q[..., keep:], k[..., keep:], cos, sin)
-                return torch.cat((q[..., :keep], q_part), -1), torch.cat((k[..., :keep], k_part), -1)
-            case _:
-                q, k = self.apply(q, k, cos, sin)
-                return q, k
+        if self.part == "all":
+            q, k = self.apply(q, k, cos, sin)
+            return q, k
+        start = 0 if self.part == "first" else dim - size
+        stop = start + size
+        turned = self.apply(q[..., start:stop], k[..., start:stop], cos, sin)
+        pairs = zip((q, k), turned, strict=True)
+        q, k = (torch.cat((each[..., :start], part, each[..., stop:]), -1) for each, part in pairs)
+        return q, k
 
 
 @dataclass(frozen=True)
@@ -410,19 +411,14 @@ def _marked_mask(
     *_: Any, q_length: int = 1, kv_length: int = 1, mask_function: Any = None, device: Any = None, **__: Any
 ) -> Tensor:
     """Return a mask ``[1, 1, q_length, kv_length]`` whose value is the window of ``mask_function``, or 0 for none."""
+
+    def hidden(back: int) -> bool:
+        last = torch.tensor(WIDEST)
+        return not mask_function(torch.tensor(0), torch.tensor(0), last, last - back)
+
     window = 0
-    if mask_function is not None:
-        far = [1 << power for power in range(24)]
-        last = torch.tensor(far[-1])
-        sees = [bool(mask_function(torch.tensor(0), torch.tensor(0), last, last - back)) for back in far]
-        if not sees[-1]:
-            low = max((back for back, seen in zip(far, sees, strict=True) if seen), default=0)
-            high = min(back for back, seen in zip(far, sees, strict=True) if not seen and back > low)
-            while high - low > 1:
-                middle = (low + high) // 2
-                seen = bool(mask_function(torch.tensor(0), torch.tensor(0), last, last - middle))
-                low, high = (middle, high) if seen else (low, middle)
-            window = high
+    if mask_function is not None and hidden(WIDEST):
+        window = bisect_left(range(WIDEST), True, key=hidden)
     return torch.full((1, 1, q_length, kv_length), float(window), device=device)
 
 
@@ -436,7 +432,7 @@ def _window_in(mask: Any) -> int | None:
     if mask is None:
         return None
     values: list[float] = mask.unique().tolist() if isinstance(mask, Tensor) and mask.is_floating_point() else []
-    if len(values) != 1 or not 0 <= values[0] < 1 << 24:
+    if len(values) != 1 or not 0 <= values[0] <= WIDEST:
         raise _Unfit("it makes its own attention masks")
     return int(values[0]) or None
 
@@ -580,7 +576,7 @@ def _rotary_tables(model: PreTrainedModel) -> list[Table]:
         if "layer_type" in inspect.signature(rotary.forward).parameters:
             config: Any = rotary.config
             kinds: Any = getattr(rotary, "layer_types", None) or config.layer_types
-            found += [partial(_typed_table, rotary, sample, kind) for kind in dict.fromkeys(kinds)]
+            found += [partial(rotary, sample, layer_type=kind) for kind in dict.fromkeys(kinds)]
         else:
             found.append(partial(rotary, sample))
     return found
@@ -593,26 +589,21 @@ def _rotary_border(tables: Iterable[Table | None], device: torch.device) -> int 
     """Return the position from which ``tables`` rotate all tokens differently, or None if there is none below 2^20."""
     borders = []
     for table in filter(None, tables):
+        near = _turned(table, 1, device)
 
-        def turned(last: int, table: Table = table) -> Tensor:
-            cos, sin = table(torch.tensor([[1, last]], device=device))
-            return torch.cat((cos[0, 0], sin[0, 0]))
+        def differs(last: int, table: Table = table, near: Tensor = near) -> bool:
+            return not torch.equal(near, _turned(table, last, device))
 
-        near = turned(1)
-        if torch.equal(near, turned(FAR)):
-            continue
-        same, other = 1, FAR
-        while other - same > 1:
-            middle = (same + other) // 2
-            same, other = (middle, other) if torch.equal(near, turned(middle)) else (same, middle)
-        turned(1)  # tables that grow with the positions shrink again
-        borders.append(other)
+        if differs(FAR):
+            borders.append(bisect_left(range(FAR), True, lo=1, key=differs))
+            table(torch.tensor([[1, 1]], device=device))  # tables that grow with the positions shrink again
     return min(borders, default=None)
 
 
-def _typed_table(rotary: nn.Module, sample: Tensor, layer_type: str, positions: Tensor) -> CosSin:
-    cos, sin = rotary(sample, positions, layer_type)
-    return cos, sin
+def _turned(table: Table, last: int, device: torch.device) -> Tensor:
+    """Return cosines and sines of position 1 in a text up to position ``last``."""
+    cos, sin = table(torch.tensor([[1, last]], device=device))
+    return torch.cat((cos[0, 0], sin[0, 0]))
 
 
 def _decoder_layer(model: nn.Module, name: str) -> nn.Module:

@@ -61,7 +61,7 @@ class LinearLayers:
                 layer.update_conv_state(all_rows, slot.number)
             else:
                 type(layer).update_recurrent_state(layer, all_rows, slot.number)
-                layer.update_recurrent_state = partial(_replace, layer)
+                layer.update_recurrent_state = partial(_replace, layer.recurrent_states)
             layer.has_previous_state[slot.number] = True
         return made
 
@@ -70,9 +70,9 @@ class LinearLayers:
         return [state[0] for state in states_in(layers, self.slots)]
 
 
-def _replace(layer: Any, state: Tensor, number: int = 0) -> Tensor:
+def _replace(states: dict[int, Tensor], state: Tensor, number: int = 0) -> Tensor:
     """Replace a state. Overwriting it, as transformers does, would change what a backward pass needs."""
-    layer.recurrent_states[number] = state.to(layer.recurrent_states[number])
+    states[number] = state.to(states[number])
     return state
 
 
