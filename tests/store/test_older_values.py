@@ -112,7 +112,7 @@ def test_what_was_verified_once_is_not_taken_for_its_successor(tmp_path: Path, l
         store.read(keys, LAYOUTS, rows(4))
         store.write(Batch(puts=[(block(2), value(102))]))
         with store._env.begin(write=True, buffers=True) as txn:
-            place = store.values._naming.find(txn.cursor(), store.values.run(block(2)).to_bytes())
+            place = store.values._naming.find(txn.cursor(), store.values._naming.run(block(2)).to_bytes())
             assert place is not None
             whole = bytes(txn.get(place) or b"")
             older = whole.replace(_written(value(102), 2), _written(value(2), 2))
