@@ -26,12 +26,15 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -43,6 +46,8 @@ from memstore.eval.evaluation import greedy
 from memstore.eval.filler import Filler
 from memstore.eval.perplexity import after_cache, after_memory, places
 from memstore.eval.run import TaskPlan, block_tokens, draw, evaluate, memory_spec
+from memstore.models.drt import training as drt
+from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.hils.training import HilsRecipe
 from memstore.models.landmark.training import LandmarkRecipe
 from memstore.readers.kinds import encode, load_folder, quiet_transformers
@@ -51,6 +56,7 @@ from memstore.train.corpora import Documents
 from memstore.train.options import Optimisation, Runtime
 from memstore.train.recipes import LOOKUPS, Recipe
 from memstore.train.texts import train_recipe
+from memstore.train.training import load_tokenizer
 
 Floats = NDArray[np.floating[Any]]
 RESULTS = Path(__file__).parent / "results" / "hils-table.json"
@@ -69,11 +75,14 @@ FULL_AT_MOST = 16_384
 """Tokens before those whose perplexity is measured with full attention, which is quadratic."""
 SIZES: dict[str, Any] = {"initializer_range": 0.06}
 """What differs from the preset ``tiny``: width 64, four layers, 512 tokens, blocks of 31 and a landmark."""
+BLOCK = 31
 BLOCKS: dict[str, Any] = {"local_layers": [0, 1, 2], "window": 64}
 DRT: dict[str, Any] = {"intermediate_size": 146, "landmark_uses_own": True}
 NOTHING: dict[str, Any] = {}
 WARM = {"warm_until": 1.0}
 """Landmarks count from there on: before the tasks after the first keep the loss up."""
+BM25, K1 = "DRT, BM25", 1.2
+"""The row whose blocks BM25 chooses, and how fast it saturates with the count of a token."""
 
 
 def recipes(steps: int, seed: int) -> dict[str, Recipe]:
@@ -89,6 +98,7 @@ def recipes(steps: int, seed: int) -> dict[str, Recipe]:
         "DRT": made(Recipe, "drt", upper_layers=[1, 1], **DRT),
         "DRT, one group": made(Recipe, "drt-one-group", upper_layers=[2], **DRT),
         "DRT, random blocks": made(Recipe, "drt-random", upper_layers=[1, 1], retrieval="random", **DRT),
+        BM25: made(Recipe, "drt-bm25", upper_layers=[1, 1], retrieval="external", gumbel=0.0, **DRT),
         "DRT, no Gumbel noise": made(Recipe, "drt-no-noise", upper_layers=[1, 1], gumbel=0.0, **DRT),
         "Transformer-XL": made(LandmarkRecipe, "xl", attention="xl", **BLOCKS),
         "window": made(LandmarkRecipe, "window", attention="window", **BLOCKS),
@@ -117,15 +127,62 @@ def main() -> None:
         torch.set_num_threads(1)
         for seed, name in product(options.seeds, options.models):
             folder, recipe = options.out / f"{name}, seed {seed}", recipes(options.steps, seed)[name]
-            report = train_recipe(recipe, folder, texts=options.train, runtime=Runtime(device="cpu", save_every=100))
+            by_words, runtime = Bm25(folder, options.train), Runtime(device="cpu", save_every=100)
+            with made_with(by_words):
+                report = train_recipe(recipe, folder, texts=options.train, runtime=runtime)
             if not options.only_train:
-                Measured(name, seed, folder, report, options.output).fill(options.held, options.lengths)
+                measured = Measured(name, seed, folder, report, options.output)
+                if name == BM25:
+                    measured.model.set_retriever(by_words)
+                measured.fill(options.held, options.lengths)
     if options.output.exists():
         file = json.loads(options.output.read_text("utf-8"))
         summarise(file)
         if not options.print:
             options.output.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
         show(file)
+
+
+class Bm25:
+    """Embeds blocks so that the inner product of two is the BM25 score of one for the tokens of the other.
+
+    All blocks are of one length, so there is no other norm. The counts of a query saturate as those of a block do.
+    """
+
+    def __init__(self, folder: Path, texts: Sequence[str]) -> None:
+        """``folder``: where the training keeps its tokenizer; ``texts``: how often tokens occur."""
+        self._folder, self._texts = folder, texts
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        tokenizer = load_tokenizer(self._folder)
+        ids = torch.tensor(encode(tokenizer, "\n\n".join(Documents(self._texts))))
+        blocks = _counts(ids[: len(ids) // BLOCK * BLOCK].view(-1, BLOCK), len(tokenizer))
+        having = (blocks > 0).sum(0)
+        return (1 + (len(blocks) - having + 0.5) / (having + 0.5)).log().sqrt()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Embed token ids ``[n, t]`` as ``[n, vocabulary]``."""
+        counts = _counts(tokens, len(self._weights))
+        return self._weights * (K1 + 1) * counts / (K1 + counts)
+
+
+def _counts(tokens: Tensor, vocabulary: int) -> Tensor:
+    return torch.zeros(len(tokens), vocabulary).scatter_add_(1, tokens, torch.ones(tokens.shape))
+
+
+@contextmanager
+def made_with(retriever: Bm25) -> Iterator[None]:
+    """Give new DRTs with ``retrieval="external"`` this retriever, while one is trained."""
+
+    def make(config: Any) -> DRTForCausalLM:
+        model = DRTForCausalLM(config)
+        if config.retrieval == "external":
+            model.set_retriever(retriever)
+        return model
+
+    with patch.object(drt, "DRT", replace(drt.DRT, model=cast("Any", make))):
+        yield
 
 
 class Measured:
