@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.json_checks import check_whole
-from memstore.lazy import torch
+from memstore.lazy import later, torch
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
@@ -23,8 +23,12 @@ if TYPE_CHECKING:  # listing and forgetting work without PyTorch, which takes se
     from torch import Tensor
 
     from memstore.index import IndexCapabilities
+    from memstore.memory import append as appends
+    from memstore.memory import view as views
     from memstore.memory.append import Append, Tokens
     from memstore.memory.view import LayerView
+else:
+    appends, views = later("memstore.memory.append"), later("memstore.memory.view")
 
 
 class Container(Protocol):
@@ -168,10 +172,8 @@ class Document:
         stored with the document, and a later append must pass the same one: see ``reuse``. Raises ``InvalidArgument``,
         ``ReadOnlyMemory``, and when the body ends also ``StoreFull`` and ``DamagedError``.
         """
-        from memstore.memory.append import Append, as_tokens
-
         self._shared.check_writable()
-        return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
+        return appends.Append(self._shared, self._handle.current(), appends.as_tokens(tokens), reading, self._commit)
 
     def tokens(self, block: int | range | None = None) -> Tensor:
         """Return token ids ``[n]`` int64 of one block, or of a range of blocks.
@@ -207,16 +209,12 @@ class Document:
         self._shared.check_layer(layer)
         with self._lock:
             if layer not in self._views:
-                from memstore.memory.view import LayerView
-
-                self._views[layer] = LayerView(self._handle, layer)
+                self._views[layer] = views.LayerView(self._handle, layer)
             return self._views[layer]
 
     def gather(self, layers: Sequence[int], blocks: Sequence[int], *, device: torch.device) -> list[dict[str, Tensor]]:
         """Return the states of ``blocks [K]`` in each of ``layers``, in one copy: see ``LayerView.gather``."""
-        from memstore.memory.view import gathered
-
-        return gathered([self.layer(layer) for layer in layers], blocks, device)
+        return views.gathered([self.layer(layer) for layer in layers], blocks, device)
 
     def gather_each(
         self, layers: Sequence[int], lists: Sequence[Sequence[int]], *, device: torch.device | None = None
@@ -225,21 +223,15 @@ class Document:
 
         See ``LayerView.gather``.
         """
-        from memstore.memory.view import gathered_each
-
-        return gathered_each([self.layer(layer) for layer in layers], lists, device)
+        return views.gathered_each([self.layer(layer) for layer in layers], lists, device)
 
     def at_hand(self, layers: Sequence[int], blocks: Sequence[int]) -> bool:
         """Whether ``blocks [K]`` in each of ``layers`` are in host memory, so a gather does not wait."""
-        from memstore.memory.view import at_hand
-
-        return at_hand([self.layer(layer) for layer in layers], blocks)
+        return views.at_hand([self.layer(layer) for layer in layers], blocks)
 
     def prefetch(self, layers: Sequence[int], blocks: Sequence[int]) -> None:
         """Let a thread bring ``blocks [K]`` in each of ``layers`` into host memory: see ``LayerView.prefetch``."""
-        from memstore.memory.view import prefetch
-
-        prefetch([self.layer(layer) for layer in layers], blocks)
+        views.prefetch([self.layer(layer) for layer in layers], blocks)
 
     def recurrent_places(self, first: int = 0) -> list[int]:
         """Return the token counts after which a recurrent state is kept, at least ``first``, ascending."""
@@ -272,8 +264,6 @@ class Document:
 
         An incomplete last block goes with ``truncate(len(document) // block_size)``.
         """
-        from memstore.memory.append import truncation
-
         self._shared.check_writable()
         with self._shared.writing:
             before = self._handle.current()
@@ -281,7 +271,7 @@ class Document:
             if n_blocks == before.blocks or self._handle.id is None:
                 return
             fresh = self._shared.next_document()
-            batch, after = truncation(self._shared, self._handle.id, before, n_blocks, fresh)
+            batch, after = appends.truncation(self._shared, self._handle.id, before, n_blocks, fresh)
             if after.home == fresh:
                 batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
             self._shared.commit(batch, {self._handle.id: after})
@@ -297,8 +287,6 @@ class Document:
         unchanged. The new document is not pinned and has no time to live, even if this one has. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
         """
-        from memstore.memory.append import forking
-
         self._shared.check_writable()
         with self._shared.writing:
             state, child = self._handle.current(), self._memory.document(name)
@@ -309,7 +297,7 @@ class Document:
                     f"a document {name!r} exists already; choose another name, or forget the old one first."
                 )
             number = self._shared.next_document()
-            batch, fork = forking(self._shared, self._stored(), state, name, blocks, number)
+            batch, fork = appends.forking(self._shared, self._stored(), state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.commit(batch, {number: fork})
         return child
@@ -319,14 +307,12 @@ class Document:
 
         Raises ``InvalidArgument``, also if it is stored already, and ``ReadOnlyMemory``.
         """
-        from memstore.memory.append import checked_reading
-
         self._shared.check_writable()
         check_whole("first", first, 0, MAX_ITEM)
         with self._shared.writing:
             if self.id is not None:
                 raise InvalidArgument(f"document {self.name!r} is stored already.")
-            kept = None if reading is None else checked_reading(self.state, reading)
+            kept = None if reading is None else appends.checked_reading(self.state, reading)
             number = self._shared.next_document()
             tokens = first * self._shared.spec.block_size
             state = DocumentState(name=self.name, tokens=tokens, blocks=first, first=first, reading=kept)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
 from memstore.json_checks import anything, array, check_whole, fit, storable, table, text
-from memstore.lazy import torch
+from memstore.lazy import device_copies, torch
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
@@ -102,9 +102,7 @@ class SharedStore:
         blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
         device = budgets.get("device")
         if device is not None:
-            from memstore.device_copies import device_of
-
-            device = device_of(device)
+            device = device_copies.device_of(device)
         return cls(store, header.spec, url, mode, index, header.blocks_per_run, folder, blocks, catalog, device)
 
     def __reduce__(self) -> NoReturn:
@@ -538,6 +536,4 @@ def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
 
 def _readers(store: BlockStore) -> Executor:
     """Return threads that read blocks ahead."""
-    from memstore.device_copies import background_workers
-
-    return background_workers(store.capabilities.reads_ahead)
+    return device_copies.background_workers(store.capabilities.reads_ahead)
