@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.json_checks import check_whole
 from memstore.lazy import later, torch
-from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
+from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, from_record, kept_recurrent, read_recurrent, read_rows, token_layout
@@ -187,13 +187,10 @@ class Document:
             raise InvalidArgument(f"block must be a whole number, a range of step 1 or None, not {block!r}.")
         while True:
             state = self._handle.current()
-            live = state.live()
-            wanted = live if block is None else block if isinstance(block, range) else range(block, block + 1)
-            if absent := lacking(wanted, [live]):
-                there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
-                raise NotFound(f"document {self.name!r} has no block {absent[0].start}; it has {there}.")
-            if block is not None and (lost := [part for gone in state.gaps if (part := common(gone, wanted))]):
-                raise NotFound(state.gap_message(lost[0].start))
+            wanted = state.live()
+            if block is not None:
+                wanted = block if isinstance(block, range) else range(block, block + 1)
+                state.check_present(wanted)
             try:
                 tokens = self._read_tokens(state, wanted).long()
                 # The reads happen at different moments. Whole blocks change only by truncations, which are counted.

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from memstore.errors import DamagedError, ForeignMemory, on_one_line
+from memstore.errors import DamagedError, NotFound, check_known
 from memstore.json_checks import anything, array, fit, maybe, members, parse, ranges, row, table, text, whole
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Bytes, Key, Record, Table
@@ -112,11 +112,19 @@ class DocumentState:
             return lacking(blocks, self.gaps)
         return [blocks] if blocks else []
 
-    def gap_message(self, block: int) -> str:
-        """Return the message for access to a block in a gap."""
-        return (
-            f"document {self.name!r}: block {block} was damaged, and a repair removed it; the other blocks are intact."
-        )
+    def check_present(self, blocks: Sequence[int]) -> None:
+        """Raise ``NotFound`` unless all ``blocks`` are live, and none was dropped. A range must have step 1."""
+        ends = (blocks[0], blocks[-1]) if blocks and isinstance(blocks, range) else blocks
+        if blocks and not self.first <= min(ends) <= max(ends) < self.blocks:
+            live = self.live()
+            wrong = next(block for block in blocks if block not in live)
+            there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
+            raise NotFound(f"document {self.name!r} has no block {wrong}; it has {there}.")
+        if self.dropped and (lost := [block for block in blocks if any(block in gone for gone in self.gaps)]):
+            raise NotFound(
+                f"document {self.name!r}: block {lost[0]} was damaged, and a repair removed it; the other blocks are "
+                "intact."
+            )
 
     def grown(self, tokens: int, block_size: int, capacity: int | None) -> DocumentState:
         """Return the state after an append of ``tokens`` tokens."""

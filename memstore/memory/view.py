@@ -283,13 +283,7 @@ class LayerView:
 
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
-        if state.dropped and (lost := [block for block in blocks if any(block in gone for gone in state.gaps)]):
-            raise NotFound(state.gap_message(lost[0]))
-        if blocks and not state.first <= min(blocks) <= max(blocks) < state.blocks:
-            live = state.live()
-            wrong = next(block for block in blocks if block not in live)
-            there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
-            raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")
+        state.check_present(blocks)
         return state
 
     def _blame(self, blocks: list[int], error: Exception) -> Exception:
