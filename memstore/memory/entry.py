@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -314,12 +314,7 @@ class Homes:
         chain: list[tuple[int, int]] = []
         met = set[int]()
         while number not in self._known:
-            records = self._store.get(Address(number).branch)
-            values = (
-                {} if records is None else fit(records[0].to_json(), BRANCH, f"the stored branch of number {number}")
-            )
-            if values:
-                self._documents[number] = values["document"]
+            values = self._branch(number)
             if "parent" not in values:
                 self._known[number] = listed(number, values.get("spans", ()))
                 break
@@ -348,11 +343,16 @@ class Homes:
         homes = {number: self.at(number) for number in numbers}
         for number in numbers:
             if number not in self._documents:
-                records = self._store.get(Address(number).branch)
-                self._documents[number] = (
-                    number if records is None else fit(records[0].to_json(), BRANCH, f"home {number}")["document"]
-                )
-        return {number: (home, self._documents[number]) for number, home in homes.items()}
+                self._branch(number)
+        return {number: (home, self._documents.get(number, number)) for number, home in homes.items()}
+
+    def _branch(self, number: int) -> Mapping[str, Any]:
+        """Return the stored branch of a home, empty without one, and remember its document. Raises ``DamagedError``."""
+        if (records := self._store.get(Address(number).branch)) is None:
+            return {}
+        values: dict[str, Any] = fit(records[0].to_json(), BRANCH, f"the stored branch of number {number}")
+        self._documents[number] = values["document"]
+        return values
 
 
 def _joined(number: int, stop: int, below: Home) -> Home:
@@ -541,8 +541,7 @@ class Catalog:
                 if state is None:
                     self._remove(number)
                 else:  # also for old documents: one may have moved to a home described only in its entry
-                    lists = bool(state.spans) or (state.home is not None and state.branch is None)
-                    self._note(number, state.name, lists=lists)
+                    self._note(number, vars(state))
             if self._beginnings is not None:
                 self._beginnings.changed(changed)
 
@@ -578,14 +577,12 @@ class Catalog:
     def _add(self, number: int, records: Sequence[Record] | None) -> None:
         if records:
             # The rest of the entry is checked when the document is used.
-            entry = fit(records[0].to_json(), NAMED, "the entry of a document")
-            lists = bool(entry.get("spans")) or (entry.get("home") is not None and entry.get("branch") is None)
-            self._note(number, entry["name"], lists=lists)
+            self._note(number, fit(records[0].to_json(), NAMED, "the entry of a document"))
 
-    def _note(self, number: int, name: str, *, lists: bool) -> None:
-        self._names[number] = name
-        self._numbers[name] = number
-        if lists:
+    def _note(self, number: int, entry: Mapping[str, Any]) -> None:
+        self._names[number] = entry["name"]
+        self._numbers[entry["name"]] = number
+        if entry.get("spans") or (entry.get("home") is not None and entry.get("branch") is None):
             self.listing.add(number)
 
 
