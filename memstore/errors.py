@@ -156,6 +156,12 @@ def on_one_line(names: Iterable[str]) -> str:
     return ", ".join(printable(name).translate(_BREAKS) for name in sorted(names))
 
 
+def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ``ForeignMemory`` for ``names`` that this version does not know; ``what`` says what has them."""
+    if unknown := set(names) - set(known):
+        raise ForeignMemory(f"a newer memstore wrote this memory: {what} {on_one_line(unknown)}; upgrade memstore")
+
+
 def _shows(character: str) -> bool:
     return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
 

@@ -174,17 +174,12 @@ class DocumentState:
 @lru_cache(256)  # each use after a commit reads the entry again, usually unchanged
 def _state(entry: bytes) -> DocumentState:
     values = fit(parse(entry, "the entry of a document"), ENTRY, "the entry of a document")
-    if unknown := values.keys() - _FIELDS:
-        raise ForeignMemory(
-            f"a newer memstore wrote this memory: a document has {on_one_line(unknown)}; upgrade memstore"
-        )
-    spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
-    dropped = tuple((int(start), int(stop)) for start, stop in values.pop("dropped", ()))
-    branch = values.pop("branch", None)
-    if branch is not None:
-        parent, stop = map(int, branch)
-        branch = parent, stop
-    return DocumentState(**values, branch=branch, spans=spans, dropped=dropped)
+    check_known("a document has", values, _FIELDS)
+    for name in values.keys() & {"spans", "dropped"}:
+        values[name] = tuple(map(tuple, values[name]))
+    if values.get("branch"):
+        values["branch"] = tuple(values["branch"])
+    return DocumentState(**values)
 
 
 _FIELDS = frozenset(each.name for each in fields(DocumentState))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, on_one_line
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, check_known
 from memstore.json_checks import Check, array, check_whole, fit, maybe, members, number, row, table, text, whole
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, Catalog
 from memstore.store.contract import BlockStore
@@ -200,15 +200,8 @@ class Rules(Generic[K]):
         Raises ``ForeignMemory`` for rules that this version does not know, and ``DamagedError``.
         """
         fit(values, schema, "the rules of a memory")
-        if unknown := set(values) - {each.name for each in fields(cls)}:
-            raise ForeignMemory(
-                f"a newer memstore wrote this memory: its rules have {on_one_line(unknown)}; upgrade memstore"
-            )
-        if values["when_full"] not in get_args(WhenFull):
-            asked = on_one_line([values["when_full"]])
-            raise ForeignMemory(
-                f"a newer memstore wrote this memory: its rule for a full memory is {asked}; upgrade memstore"
-            )
+        check_known("its rules have", values, (each.name for each in fields(cls)))
+        check_known("its rule for a full memory is", [values["when_full"]], get_args(WhenFull))
         maps = {name: dict(values[name]) for name in ("expires", "reads") if name in values}
         return cls(**{**values, **maps, "pinned": frozenset(values["pinned"])})
 
