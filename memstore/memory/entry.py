@@ -138,13 +138,11 @@ class DocumentState:
 
         The places may have to change too, see ``append.truncation``.
         """
-        tokens = min(self.tokens, blocks * block_size)
-        first = min(self.first, blocks)
         return replace(
             self,
-            tokens=tokens,
+            tokens=min(self.tokens, blocks * block_size),
             blocks=blocks,
-            first=first,
+            first=min(self.first, blocks),
             edits=self.edits + 1,
             dropped=self.dropped_below(blocks),
         )
