@@ -413,14 +413,14 @@ Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 class Heads:
     """First pages of large values, checked before LMDB frees the page range that they state."""
 
-    def __init__(self, data: int, page_bytes: int, check_all: Callable[[], None]) -> None:
+    def __init__(self, data: int, page_bytes: int, damage: Callable[[], DamagedError | None]) -> None:
         """Check pages in the data file, whose descriptor is ``data``.
 
-        ``check_all`` raises ``DamagedError`` unless the first pages of the last commit are right; it reads them all.
+        ``damage`` returns the error if one of the first pages of the last commit is wrong; it reads them all.
         """
         self._data = data
         self._page_bytes = page_bytes
-        self._check_all = check_all
+        self._damage = damage
         # As in LMDB: two nodes must fit a page.
         self._small = ((page_bytes - layout.HEADER_BYTES) // 2 & -2) - 2 - layout.NODE_BYTES - KEY_BYTES
         self._known = layout.is_known()
@@ -437,7 +437,8 @@ class Heads:
         if (flags, pages) == (layout.OVERFLOW, needed) and self._at(own, len(head) + _HEAD) == head + value[:_HEAD]:
             return
         # Values written in this transaction are not in the file yet, and some have more pages than they need.
-        self._check_all()
+        if error := self._damage():
+            raise error
         self.checked = True
 
     def _at(self, page: int, nbytes: int) -> bytes:
