@@ -254,16 +254,15 @@ class LmdbStore(BlockStore):
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
         self.check_writable()
         check_batch(batch)
-        evicted, rest = 0, iter(evictions)
+        evicted, tries = 0, iter(tee(evictions))  # a transaction may be tried twice
 
         def make_room(txn: Transaction) -> None:
-            nonlocal evicted, rest
-            waiting, rest = tee(rest)  # a transaction may be tried twice
+            nonlocal evicted
 
             def apply(eviction: Batch) -> None:
                 self.changes.apply(txn, eviction.deletes, eviction.puts)
 
-            evicted = evict(waiting, max_bytes, lambda: used_bytes(txn), apply)
+            evicted = evict(next(tries), max_bytes, lambda: used_bytes(txn), apply)
 
         self.commit(batch.deletes, batch.puts, make_room)
         return evicted
