@@ -261,8 +261,7 @@ class Document:
 
         An incomplete last block goes with ``truncate(len(document) // block_size)``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             before = self._handle.current()
             check_whole("n_blocks", n_blocks, 0, before.blocks)
             if n_blocks == before.blocks or self._handle.id is None:
@@ -284,8 +283,7 @@ class Document:
         unchanged. The new document is not pinned and has no time to live, even if this one has. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             state, child = self._handle.current(), self._memory.document(name)
             blocks = state.blocks if n_blocks is None else n_blocks
             check_whole("n_blocks", blocks, 0, state.blocks)
@@ -304,9 +302,8 @@ class Document:
 
         Raises ``InvalidArgument``, also if it is stored already, and ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        check_whole("first", first, 0, MAX_ITEM)
-        with self._shared.writing:
+        with self._shared.changing():
+            check_whole("first", first, 0, MAX_ITEM)
             if self.id is not None:
                 raise InvalidArgument(f"document {self.name!r} is stored already.")
             kept = None if reading is None else appends.checked_reading(self.state, reading)
@@ -324,8 +321,7 @@ class Document:
         Raises ``InvalidArgument`` if the last block is incomplete or the document is not stored yet,
         ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             state, places = self.located()
             if places is None or state.tokens % self._shared.spec.block_size:
                 raise InvalidArgument(f"document {self.name!r} does not end with a complete block.")
@@ -347,9 +343,8 @@ class Document:
         the number of tokens that it has now and that need not be read. It is 0 if no block is known or the document is
         not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
-        self._shared.check_writable()
-        check_whole("step", step, 1, MAX_ITEM)
-        with self._shared.writing:
+        with self._shared.changing():
+            check_whole("step", step, 1, MAX_ITEM)
             found = None if self.id is not None else self._memory.known(tokens, reading=reading)
             if found is None or not (blocks := found[1] // step * step):
                 return 0
@@ -376,8 +371,7 @@ class Document:
         self._change(lambda rules, number: rules.expiring(number, seconds))
 
     def _change(self, change: Callable[[Rules[int], int], Rules[int]]) -> None:
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             number = self._stored()
             self._shared.retention.change(lambda rules: change(rules, number))
 

@@ -189,8 +189,7 @@ class Memory:
 
         Raises ``NotFound``, ``ReadOnlyMemory``, ``DamagedError``, and the errors of ``Traces.remove``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             number = self._shared.catalog.find(name)
             if number is None:
                 raise self._no_document(name)
@@ -256,8 +255,7 @@ class Memory:
         none happens. None keeps the current setting. Stored data stays until the next append. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             self._shared.retention.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
 
     def spare(self, documents: Collection[str]) -> None:
@@ -297,8 +295,7 @@ class Memory:
         Appends do the same, but only while the clock is plausible: not before the last append, nor more than 30 days
         after it. This call trusts the clock. Raises ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             return self._shared.retention.expire(Deletion(self._shared).forget)
 
     def compact(self, progress: Progress | None = None) -> Compaction:
@@ -309,8 +306,7 @@ class Memory:
         taken before and after. Raises ``MemoryInUse`` if a reader still uses data to be erased, ``DamagedError`` if any
         detail of the file is unknown, ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             failed = _failures(self._sweep, self._forget_old_traces)
             done = self._shared.store.compact(progress)
         self._report("the forgotten data is erased", failed)
@@ -429,8 +425,7 @@ class Memory:
         """
         from memstore.memory.repair import Repair
 
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             try:
                 return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run, drop_blocks=drop_blocks)
             finally:

@@ -234,6 +234,11 @@ class SharedStore:
         if self.read_only:
             raise ReadOnlyMemory.opened(self.url)
 
+    def changing(self) -> threading.RLock:
+        """Return the lock ``writing``, to be held for a change. Raises ``ReadOnlyMemory`` if nothing may be written."""
+        self.check_writable()
+        return self.writing
+
     def check_layer(self, layer: int) -> None:
         """Raise ``InvalidArgument`` for a layer that the memory does not have."""
         check_whole("layer", layer, 0, self.spec.layers - 1)
