@@ -184,7 +184,6 @@ class LayerView:
 
         return self._steadily(ids, read)
 
-    # An error while reading ahead is dropped. The later gather of the block raises it again, with the block's name.
     def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
         """Let a thread bring ``blocks`` into host memory during other computations; return at once.
 
@@ -504,19 +503,12 @@ class _LayerIndex:
     def close(self) -> None:
         """Keep an index that has grown since it was last kept, if files are kept, and release it."""
         with self._handle.shared.writing, self._lock:
-            index, self._index = self._index, None
-            if index is None:
-                return
+            worth = len(self._held) * self._handle.shared.spec.keys_per_block >= WORTH_KEEPING
             try:
-                if (
-                    len(self._held) * self._handle.shared.spec.keys_per_block >= WORTH_KEEPING
-                    and self._kept != self._held
-                ):
-                    self._index = index
+                if self._index is not None and worth and self._kept != self._held:
                     self._keep_file()
             finally:
-                self._index = None
-                index.close()
+                self.drop()
 
     def drop(self) -> None:
         """Release the index of a forgotten document without keeping it."""
