@@ -32,8 +32,6 @@ from memstore.memory.urls import folder
 from memstore.progress import progress_bar
 from memstore.store.encryption_keys import KeySource
 
-# A copy is made of appends, so the target is an ordinary document at any moment. To continue, it needs no record
-# of its progress.
 TRANSACTION_BYTES = 64 << 20
 """Bytes of states that one transaction copies; at least one block of all layers."""
 FACTS_TOGETHER = 100

@@ -556,8 +556,10 @@ def _begins(folder: Path, entry: Values, document: Document) -> bool:
 def _holds(folder: Path, file: Values, document: Document) -> bool:
     """Whether a document has the token ids of a file, or ends before it."""
     blocks = range(file["blocks"][0], min(file["blocks"][1], document.n_blocks))
-    if not blocks or document.present(blocks) != [blocks]:
-        return not blocks
+    if not blocks:
+        return True
+    if document.present(blocks) != [blocks]:
+        return False
     return torch.equal(document.tokens(blocks), _tensors(folder, file)["tokens"].long())
 
 

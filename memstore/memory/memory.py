@@ -350,7 +350,8 @@ class Memory:
             except OSError as error:
                 if isinstance(error, MemstoreError):
                     raise
-                raise (StoreFull if error.errno in FULL else ReadOnlyMemory)(
+                kind = StoreFull if error.errno in FULL else ReadOnlyMemory
+                raise kind(
                     f"the indexes of memory {self.url} cannot be written ({error.strerror}); the memory itself is "
                     "intact. Free some space, or make its folder 'index' writable, and build the indexes again",
                     memory=self.url,
@@ -436,12 +437,11 @@ class Memory:
 
         Blocks that documents share count for each of them, but once in ``bytes``.
         """
-        states = [(number, self._shared.state(number)) for number in self._shared.catalog.numbers()]
-        live = [(state, state.present()) for _, state in states if state is not None]
-        usage = Usage()
-        for number, state in states:
-            if state is not None:
-                usage.put(number, self._shared.catalog.homes.of(number, state), state.present())
+        numbers, usage = self._shared.catalog.numbers(), Usage()
+        states = {number: state for number in numbers if (state := self._shared.state(number)) is not None}
+        live = [(state, state.present()) for state in states.values()]
+        for number, state in states.items():
+            usage.put(number, self._shared.catalog.homes.of(number, state), state.present())
         blocks = sum(len(part) for _, parts in live for part in parts)
         missing = sum(-state.tokens % self.spec.block_size for state, parts in live if parts)
         tokens = blocks * self.spec.block_size - missing
@@ -451,11 +451,7 @@ class Memory:
         nbytes = self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete)
         if self.spec.recurrent:
             each = sum(layout.nbytes for layout in self.spec.recurrent)
-            places = [
-                kept_recurrent(self._shared.store, number, state.tokens)
-                for number, state in states
-                if state is not None
-            ]
+            places = [kept_recurrent(self._shared.store, number, state.tokens) for number, state in states.items()]
             nbytes["recurrent"] = each * sum(map(len, places))
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]

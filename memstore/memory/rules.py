@@ -156,8 +156,6 @@ class Rules(Generic[K]):
         limit = other.max_bytes, other.when_full
         return joined if limit == (None, "refuse") else joined.limited(*limit)
 
-    # Appends do not trust a clock behind the last append, or more than 30 days ahead of it: they warn once and
-    # forget nothing.
     def believes(self, now: float) -> bool:
         """Whether a write may forget documents expired by ``now`` by itself.
 

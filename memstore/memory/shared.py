@@ -362,9 +362,7 @@ class NamedValues:
     def get_arrays(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors under ``name``, or None."""
         found = self._find("arrays", name)
-        if found is None:
-            return None
-        return _arrays(head_of(found[1]), found[1])
+        return None if found is None else _arrays(head_of(found[1]), found[1])
 
     def put_info(self, name: str, value: Any) -> None:
         """Store a small JSON value under ``name``, replacing an older one; None removes it."""

@@ -511,11 +511,11 @@ class _LayerIndex:
                 self.drop()
 
     def drop(self) -> None:
-        """Release the index of a forgotten document without keeping it."""
+        """Release the index, if there is one, without keeping it."""
         with self._lock:
-            if self._index is not None:
-                self._index.close()
-                self._index = None
+            index, self._index = self._index, None
+            if index is not None:
+                index.close()
 
     def facts(self) -> dict[str, Any] | None:
         """Return the facts about the index; None before the first search."""

@@ -176,7 +176,7 @@ class BlockCache:
         if not blocks.blocks:
             rows = empty_rows(self._layouts)
             return rows if device is None else [each.to(device) for each in rows]
-        if device is not None and self.holds_on(device):
+        if self._device.capacity and device == self._device.device:
             return self._through(self._device, blocks, lambda rest: self._from_host(rest, unchanged))
         near = self._store.capabilities.reads_ahead == 1
         rows = self._from_disk(blocks, unchanged) if near and not keep else self._from_host(blocks, unchanged)
@@ -272,9 +272,6 @@ class BlockCache:
             held = {"device": self._device, "host": self._host}
             pools = {tier: asdict(pool.counts) | {"held_bytes": pool.nbytes} for tier, pool in held.items()}
             return pools | {"disk": asdict(self._disk), "left_out": self._left_out}
-
-    def holds_on(self, device: torch.device) -> bool:
-        return bool(self._device.capacity) and device == self._device.device
 
     def close(self) -> None:
         """Stop reading ahead, wait for its thread, and drop all blocks. Closing twice is allowed."""
@@ -388,8 +385,6 @@ class PagePool:
     def nbytes(self) -> int:
         return len(self._kept) * self._block_bytes
 
-    # Bytes are cached as stored, after they were verified; they are decoded after the cache. A cached block is one page
-    # with all its records, and its name is one number. So a list of blocks is one copy.
     def take(self, names: Sequence[int]) -> tuple[list[Tensor], list[int]]:
         """Copy the blocks found here, ``[n, *shape]`` for each record; return them and the places of the others."""
         begun = time.perf_counter()

@@ -490,9 +490,8 @@ class Changes:
         """
         name = key.to_bytes()
         first, whole = self._naming.first(name), self._naming.whole(name, sums)
-        if (
-            ahead[: len(first)] <= first
-        ):  # otherwise ``name`` is new: blocks are appended in rows, and one lookup is enough
+        # Otherwise ``name`` is new: blocks are appended in rows, and one lookup is enough.
+        if ahead[: len(first)] <= first:
             ahead = bytes(cursor.key()) if cursor.set_range(first) else _BEHIND_ALL
         same = ahead == whole
         if ahead.startswith(first) and not same:
