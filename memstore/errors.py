@@ -68,6 +68,11 @@ class ForeignMemory(MemstoreError, ValueError):
 
     code = "foreign"
 
+    @classmethod
+    def newer(cls, what: str, unknown: Iterable[str]) -> Self:
+        """Return the error for ``unknown`` names, which only a newer version writes; ``what`` says what has them."""
+        return cls(f"a newer memstore wrote this memory: {what} {on_one_line(unknown)}; upgrade memstore")
+
 
 class WrongKey(MemstoreError, PermissionError):
     """The memory is encrypted and the key is missing or wrong; or a key was given for a memory without encryption."""
@@ -154,12 +159,6 @@ def printable(text: str) -> str:
 def on_one_line(names: Iterable[str]) -> str:
     """Return foreign names, ``printable`` and on one line."""
     return ", ".join(printable(name).translate(_BREAKS) for name in sorted(names))
-
-
-def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``ForeignMemory`` for ``names`` that this version does not know; ``what`` says what has them."""
-    if unknown := set(names) - set(known):
-        raise ForeignMemory(f"a newer memstore wrote this memory: {what} {on_one_line(unknown)}; upgrade memstore")
 
 
 def _shows(character: str) -> bool:

@@ -190,7 +190,7 @@ class Document:
             wanted = state.live()
             if block is not None:
                 wanted = block if isinstance(block, range) else range(block, block + 1)
-                state.check_present(wanted)
+                views.check_present(state, wanted)
             try:
                 tokens = self._read_tokens(state, wanted).long()
                 # The reads happen at different moments. Whole blocks change only by truncations, which are counted.

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from memstore.errors import DamagedError, NotFound, check_known
+from memstore.errors import DamagedError, ForeignMemory
 from memstore.json_checks import anything, array, fit, maybe, members, parse, ranges, row, table, text, whole
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Bytes, Key, Record, Table
@@ -112,20 +112,6 @@ class DocumentState:
             return lacking(blocks, self.gaps)
         return [blocks] if blocks else []
 
-    def check_present(self, blocks: Sequence[int]) -> None:
-        """Raise ``NotFound`` unless all ``blocks`` are live, and none was dropped. A range must have step 1."""
-        ends = (blocks[0], blocks[-1]) if blocks and isinstance(blocks, range) else blocks
-        if blocks and not self.first <= min(ends) <= max(ends) < self.blocks:
-            live = self.live()
-            wrong = next(block for block in blocks if block not in live)
-            there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
-            raise NotFound(f"document {self.name!r} has no block {wrong}; it has {there}.")
-        if self.dropped and (lost := [block for block in blocks if any(block in gone for gone in self.gaps)]):
-            raise NotFound(
-                f"document {self.name!r}: block {lost[0]} was damaged, and a repair removed it; the other blocks are "
-                "intact."
-            )
-
     def grown(self, tokens: int, block_size: int, capacity: int | None) -> DocumentState:
         """Return the state after an append of ``tokens`` tokens."""
         total = self.tokens + tokens
@@ -172,7 +158,8 @@ class DocumentState:
 @lru_cache(256)  # each use after a commit reads the entry again, usually unchanged
 def _state(entry: bytes) -> DocumentState:
     values = fit(parse(entry, "the entry of a document"), ENTRY, "the entry of a document")
-    check_known("a document has", values, _FIELDS)
+    if unknown := values.keys() - _FIELDS:
+        raise ForeignMemory.newer("a document has", unknown)
     for name in values.keys() & {"spans", "dropped"}:
         values[name] = tuple(map(tuple, values[name]))
     if values.get("branch"):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
-from memstore.errors import DamagedError, InvalidArgument, MemstoreError, check_known
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
 from memstore.json_checks import Check, array, check_whole, fit, maybe, members, number, row, table, text, whole
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, Catalog
 from memstore.store.contract import BlockStore
@@ -196,8 +196,10 @@ class Rules(Generic[K]):
         Raises ``ForeignMemory`` for rules that this version does not know, and ``DamagedError``.
         """
         fit(values, schema, "the rules of a memory")
-        check_known("its rules have", values, (each.name for each in fields(cls)))
-        check_known("its rule for a full memory is", [values["when_full"]], get_args(WhenFull))
+        if unknown := set(values) - {each.name for each in fields(cls)}:
+            raise ForeignMemory.newer("its rules have", unknown)
+        if values["when_full"] not in get_args(WhenFull):
+            raise ForeignMemory.newer("its rule for a full memory is", [values["when_full"]])
         maps = {name: dict(values[name]) for name in ("expires", "reads") if name in values}
         return cls(**{**values, **maps, "pinned": frozenset(values["pinned"])})
 

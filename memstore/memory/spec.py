@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from memstore._version import __version__
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound, check_known
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound
 from memstore.json_checks import anything, array, check_whole, fit, maybe, members, row, table, text, whole
 from memstore.lazy import later, torch
 from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN, HEADER, Address, DocumentState, Places
@@ -112,7 +112,8 @@ FINGERPRINT = table(
 
 def check_names(what: str, values: Mapping[str, Any], known: set[str]) -> None:
     """Raise ``ForeignMemory`` unless ``values`` has exactly the ``known`` names."""
-    check_known(f"its {what} has", values, known)
+    if unknown := set(values) - known:
+        raise ForeignMemory.newer(f"its {what} has", unknown)
     if missing := sorted(known - set(values)):
         raise ForeignMemory(
             f"another version of memstore wrote this memory: its {what} lacks {', '.join(missing)}; "

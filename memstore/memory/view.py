@@ -282,7 +282,7 @@ class LayerView:
 
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
-        state.check_present(blocks)
+        check_present(state, blocks)
         return state
 
     def _blame(self, blocks: list[int], error: Exception) -> Exception:
@@ -343,6 +343,21 @@ class LayerView:
         rows = {place: row for row, place in enumerate(complete)}
         order = torch.tensor([rows.get(place, len(complete)) for place in range(len(blocks))])
         return {field: torch.cat([each, last[field].to(each.device)])[order] for field, each in states.items()}
+
+
+def check_present(state: DocumentState, blocks: Sequence[int]) -> None:
+    """Raise ``NotFound`` unless all ``blocks`` are live, and none was dropped. A range must have step 1."""
+    ends = (blocks[0], blocks[-1]) if blocks and isinstance(blocks, range) else blocks
+    if blocks and not state.first <= min(ends) <= max(ends) < state.blocks:
+        live = state.live()
+        wrong = next(block for block in blocks if block not in live)
+        there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
+        raise NotFound(f"document {state.name!r} has no block {wrong}; it has {there}.")
+    if state.dropped and (lost := [block for block in blocks if any(block in gone for gone in state.gaps)]):
+        raise NotFound(
+            f"document {state.name!r}: block {lost[0]} was damaged, and a repair removed it; the other blocks are "
+            "intact."
+        )
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
