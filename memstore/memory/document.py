@@ -396,8 +396,8 @@ class Document:
             if self._handle.id is None:
                 batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             with self._shared.catalog.committing() as changed:
-                deletion = Deletion(self._shared, {number: append.after})
-                self._shared.retention.write(batch, number, deletion.forget)
+                after = {number: append.after}
+                self._shared.retention.write(batch, number, lambda: Deletion(self._shared, after).forget)
                 changed[number] = append.after
             self._handle.committed(number, append.after)
 

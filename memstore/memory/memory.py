@@ -111,7 +111,7 @@ class Memory:
         self._opened = opened
         identity = shared.store.table.identity if isinstance(shared.store, EncryptedStore) else None
         self._traces = traces_of(shared.store, folder(shared.url), shared.url, identity=identity)
-        shared.retention.forgotten = self._forget_traces
+        shared.forgotten.append(self._forget_traces)
         self._documents: dict[str, Document] = {}
         self._lock = threading.RLock()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
@@ -71,6 +71,8 @@ EXPORTED = table(
 
 Forget = Callable[[Collection[int]], Batch]
 """Returns the batch that removes documents, applied after the batches of earlier calls."""
+Forgetting = Callable[[], Forget]
+"""Makes a ``Forget`` for one commit."""
 
 
 def utc() -> float:
@@ -241,13 +243,14 @@ class Retention:
         url: str,
         catalog: Catalog,
         cache: BlockCache,
+        forgotten: Iterable[Callable[[Sequence[str]], None]],
     ) -> None:
+        """``forgotten`` are called with the names of documents after they were forgotten."""
         self._store = store
         self._url = url
         self._catalog = catalog
         self._cache = cache
-        self.forgotten: Callable[[Sequence[str]], None] = lambda _: None
-        """Called with the names of documents after they were forgotten."""
+        self._forgotten = forgotten
         self._warned = False
         self._sure = False
         self.spared: Collection[str] = ()
@@ -277,7 +280,7 @@ class Retention:
         """Store other rules."""
         self._commit(change(self.rules()), Batch())
 
-    def write(self, batch: Batch, document: int, forget: Forget) -> None:
+    def write(self, batch: Batch, document: int, forgetting: Forgetting) -> None:
         """Commit an append to ``document``, and the changes that the rules require, in one transaction.
 
         Raises ``StoreFull`` if the limit is exceeded, and the errors of ``BlockStore.write``.
@@ -293,7 +296,7 @@ class Retention:
         elif overdue:
             self._doubt(len(overdue))
             overdue = []
-        self._commit(rules, batch, forget, overdue, document)
+        self._commit(rules, batch, forgetting(), overdue, document)
 
     def expire(self, forget: Forget) -> list[str]:
         """Forget every expired document in one transaction, without doubting the clock; return their names."""
@@ -375,7 +378,8 @@ class Retention:
         for name in names:
             _log.warning("memory %s: document %r was forgotten, %s", self._url, name, why)
         try:
-            self.forgotten(names)
+            for told in self._forgotten:
+                told(names)
         except MemstoreError as error:  # the append is stored anyway
             _log.warning("memory %s: traces of forgotten documents could not be removed: %s", self._url, error)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -120,9 +120,14 @@ class SharedStore:
             return _locks.setdefault(self.store, threading.RLock())
 
     @cached_property
+    def forgotten(self) -> list[Callable[[Sequence[str]], None]]:
+        """Functions called with the names of documents that the rules have forgotten."""
+        return []
+
+    @cached_property
     def retention(self) -> Retention:
         """Commits appends and applies the memory's rules."""
-        return Retention(self.store, self.url, self.catalog, self.blocks)
+        return Retention(self.store, self.url, self.catalog, self.blocks, self.forgotten)
 
     @cached_property
     def index_files(self) -> IndexFiles:
