@@ -68,6 +68,11 @@ class ForeignMemory(MemstoreError, ValueError):
 
     code = "foreign"
 
+    @classmethod
+    def newer(cls, what: str, unknown: Iterable[str]) -> Self:
+        """Return the error for ``unknown`` names, which only a newer version writes; ``what`` says what has them."""
+        return cls(f"a newer memstore wrote this memory: {what} {on_one_line(unknown)}; upgrade memstore")
+
 
 class WrongKey(MemstoreError, PermissionError):
     """The memory is encrypted and the key is missing or wrong; or a key was given for a memory without encryption."""

@@ -7,16 +7,27 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+
+class _Later:
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.__dict__[name] = getattr(import_module(self._module), name)
+        return value
+
+
+def later(module: str) -> Any:
+    """Return a stand-in for ``module``, which is imported with the first use of one of its names."""
+    return _Later(module)
+
+
 if TYPE_CHECKING:
     import torch as torch
+
+    from memstore import device_copies as device_copies
 else:
-
-    class _Later:
-        def __getattr__(self, name: str) -> Any:
-            value = self.__dict__[name] = getattr(import_module("torch"), name)
-            return value
-
-    torch = _Later()
+    torch, device_copies = later("torch"), later("memstore.device_copies")
 
 
 def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:

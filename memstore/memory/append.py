@@ -322,11 +322,8 @@ class Append:
 
     def _checked(self, layer: int, name: str, tensor: object, shape: tuple[int, ...]) -> Tensor:
         spec = self._shared.spec
-        states = (
-            _floats(f"layer {layer}, {name}", tensor, [len(self.blocks), *shape])
-            .detach()
-            .to("cpu", torch_dtype(spec.dtype))
-        )
+        states = _floats(f"layer {layer}, {name}", tensor, [len(self.blocks), *shape])
+        states = states.detach().to("cpu", torch_dtype(spec.dtype))
         if not finite(states):
             raise InvalidArgument(
                 f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity. Find the cause, or use a "

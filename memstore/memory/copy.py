@@ -32,8 +32,6 @@ from memstore.memory.urls import folder
 from memstore.progress import progress_bar
 from memstore.store.encryption_keys import KeySource
 
-# A copy is made of appends, so the target is an ordinary document at any moment. To continue, it needs no record
-# of its progress.
 TRANSACTION_BYTES = 64 << 20
 """Bytes of states that one transaction copies; at least one block of all layers."""
 FACTS_TOGETHER = 100
@@ -421,7 +419,7 @@ def compare_documents(a: Document, b: Document, advance: Advance = lambda tokens
     # Of texts that end together, a last block that is not full is compared too.
     there = range(blocks + (tokens_a == tokens_b == shared))
     comparable = all(getattr(a.memory.spec, name) == getattr(b.memory.spec, name) for name in _COMPARABLE)
-    compared, first = _compare_states(a, b, there) if comparable else (0, None)
+    compared, lost, first = _compare_blocks(a, b, there, states=comparable)
     states: States = "different" if first is not None else "same" if compared else "none in common"
     return DocumentDifference(
         name_a=a.name,
@@ -432,7 +430,7 @@ def compare_documents(a: Document, b: Document, advance: Advance = lambda tokens
         common_blocks=blocks,
         states=states if comparable else "not comparable",
         compared_blocks=compared,
-        lost_blocks=_lost(a, b, there),
+        lost_blocks=lost,
         first_different=first,
     )
 
@@ -472,25 +470,23 @@ def _ids(document: Document, tokens: range) -> Tensor:
 
 
 # Checksums in the headers are enough: LMDB need not read payloads.
-def _compare_states(a: Document, b: Document, blocks: range) -> tuple[int, tuple[int, int] | None]:
-    """Count the ``blocks`` that both have; return also the first with different states, and its layer."""
+def _compare_blocks(
+    a: Document, b: Document, blocks: range, *, states: bool
+) -> tuple[int, int, tuple[int, int] | None]:
+    """Return how many ``blocks`` both have, if ``states`` are comparable, and how many were dropped in one only.
+
+    Blocks that have left are not counted. Return also the first block with different states, and its layer.
+    """
     step = max(1, AT_ONCE // a.memory.spec.block_size)
-    compared, first = 0, None
+    compared, lost, first = 0, 0, None
     for start in range(blocks.start, blocks.stop, step):
         part = common(range(start, min(start + step, blocks.stop)), common(a.blocks, b.blocks))
-        theirs = {block for piece in b.present(part) for block in piece}
-        there = [block for piece in a.present(part) for block in piece if block in theirs]
+        ours, theirs = ({block for piece in each.present(part) for block in piece} for each in (a, b))
+        lost += len(ours ^ theirs)
+        there = sorted(ours & theirs) if states else []
         compared += len(there)
-        different = None if first is not None else _first_different(a, b, there)
-        first = different or first
-    return compared, first
-
-
-def _lost(a: Document, b: Document, blocks: range) -> int:
-    """Count the ``blocks`` that were dropped in one document only, not those that have left it at its beginning."""
-    part = common(blocks, common(a.blocks, b.blocks))
-    ours, theirs = ({block for piece in each.present(part) for block in piece} for each in (a, b))
-    return len(ours ^ theirs)
+        first = first or _first_different(a, b, there)
+    return compared, lost, first
 
 
 def _first_different(a: Document, b: Document, blocks: list[int]) -> tuple[int, int] | None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.json_checks import check_whole
-from memstore.lazy import torch
-from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
+from memstore.lazy import later, torch
+from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, from_record, kept_recurrent, read_recurrent, read_rows, token_layout
@@ -23,8 +23,12 @@ if TYPE_CHECKING:  # listing and forgetting work without PyTorch, which takes se
     from torch import Tensor
 
     from memstore.index import IndexCapabilities
+    from memstore.memory import append as appends
+    from memstore.memory import view as views
     from memstore.memory.append import Append, Tokens
     from memstore.memory.view import LayerView
+else:
+    appends, views = later("memstore.memory.append"), later("memstore.memory.view")
 
 
 class Container(Protocol):
@@ -168,10 +172,8 @@ class Document:
         stored with the document, and a later append must pass the same one: see ``reuse``. Raises ``InvalidArgument``,
         ``ReadOnlyMemory``, and when the body ends also ``StoreFull`` and ``DamagedError``.
         """
-        from memstore.memory.append import Append, as_tokens
-
         self._shared.check_writable()
-        return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
+        return appends.Append(self._shared, self._handle.current(), appends.as_tokens(tokens), reading, self._commit)
 
     def tokens(self, block: int | range | None = None) -> Tensor:
         """Return token ids ``[n]`` int64 of one block, or of a range of blocks.
@@ -185,13 +187,10 @@ class Document:
             raise InvalidArgument(f"block must be a whole number, a range of step 1 or None, not {block!r}.")
         while True:
             state = self._handle.current()
-            live = state.live()
-            wanted = live if block is None else block if isinstance(block, range) else range(block, block + 1)
-            if absent := lacking(wanted, [live]):
-                there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
-                raise NotFound(f"document {self.name!r} has no block {absent[0].start}; it has {there}.")
-            if block is not None and (lost := [part for gone in state.gaps if (part := common(gone, wanted))]):
-                raise NotFound(state.gap_message(lost[0].start))
+            wanted = state.live()
+            if block is not None:
+                wanted = block if isinstance(block, range) else range(block, block + 1)
+                views.check_present(state, wanted)
             try:
                 tokens = self._read_tokens(state, wanted).long()
                 # The reads happen at different moments. Whole blocks change only by truncations, which are counted.
@@ -207,16 +206,12 @@ class Document:
         self._shared.check_layer(layer)
         with self._lock:
             if layer not in self._views:
-                from memstore.memory.view import LayerView
-
-                self._views[layer] = LayerView(self._handle, layer)
+                self._views[layer] = views.LayerView(self._handle, layer)
             return self._views[layer]
 
     def gather(self, layers: Sequence[int], blocks: Sequence[int], *, device: torch.device) -> list[dict[str, Tensor]]:
         """Return the states of ``blocks [K]`` in each of ``layers``, in one copy: see ``LayerView.gather``."""
-        from memstore.memory.view import gathered
-
-        return gathered([self.layer(layer) for layer in layers], blocks, device)
+        return views.gathered([self.layer(layer) for layer in layers], blocks, device)
 
     def gather_each(
         self, layers: Sequence[int], lists: Sequence[Sequence[int]], *, device: torch.device | None = None
@@ -225,21 +220,15 @@ class Document:
 
         See ``LayerView.gather``.
         """
-        from memstore.memory.view import gathered_each
-
-        return gathered_each([self.layer(layer) for layer in layers], lists, device)
+        return views.gathered_each([self.layer(layer) for layer in layers], lists, device)
 
     def at_hand(self, layers: Sequence[int], blocks: Sequence[int]) -> bool:
         """Whether ``blocks [K]`` in each of ``layers`` are in host memory, so a gather does not wait."""
-        from memstore.memory.view import at_hand
-
-        return at_hand([self.layer(layer) for layer in layers], blocks)
+        return views.at_hand([self.layer(layer) for layer in layers], blocks)
 
     def prefetch(self, layers: Sequence[int], blocks: Sequence[int]) -> None:
         """Let a thread bring ``blocks [K]`` in each of ``layers`` into host memory: see ``LayerView.prefetch``."""
-        from memstore.memory.view import prefetch
-
-        prefetch([self.layer(layer) for layer in layers], blocks)
+        views.prefetch([self.layer(layer) for layer in layers], blocks)
 
     def recurrent_places(self, first: int = 0) -> list[int]:
         """Return the token counts after which a recurrent state is kept, at least ``first``, ascending."""
@@ -272,16 +261,13 @@ class Document:
 
         An incomplete last block goes with ``truncate(len(document) // block_size)``.
         """
-        from memstore.memory.append import truncation
-
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             before = self._handle.current()
             check_whole("n_blocks", n_blocks, 0, before.blocks)
             if n_blocks == before.blocks or self._handle.id is None:
                 return
             fresh = self._shared.next_document()
-            batch, after = truncation(self._shared, self._handle.id, before, n_blocks, fresh)
+            batch, after = appends.truncation(self._shared, self._handle.id, before, n_blocks, fresh)
             if after.home == fresh:
                 batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
             self._shared.commit(batch, {self._handle.id: after})
@@ -297,10 +283,7 @@ class Document:
         unchanged. The new document is not pinned and has no time to live, even if this one has. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
         """
-        from memstore.memory.append import forking
-
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             state, child = self._handle.current(), self._memory.document(name)
             blocks = state.blocks if n_blocks is None else n_blocks
             check_whole("n_blocks", blocks, 0, state.blocks)
@@ -309,7 +292,7 @@ class Document:
                     f"a document {name!r} exists already; choose another name, or forget the old one first."
                 )
             number = self._shared.next_document()
-            batch, fork = forking(self._shared, self._stored(), state, name, blocks, number)
+            batch, fork = appends.forking(self._shared, self._stored(), state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.commit(batch, {number: fork})
         return child
@@ -319,14 +302,11 @@ class Document:
 
         Raises ``InvalidArgument``, also if it is stored already, and ``ReadOnlyMemory``.
         """
-        from memstore.memory.append import checked_reading
-
-        self._shared.check_writable()
-        check_whole("first", first, 0, MAX_ITEM)
-        with self._shared.writing:
+        with self._shared.changing():
+            check_whole("first", first, 0, MAX_ITEM)
             if self.id is not None:
                 raise InvalidArgument(f"document {self.name!r} is stored already.")
-            kept = None if reading is None else checked_reading(self.state, reading)
+            kept = None if reading is None else appends.checked_reading(self.state, reading)
             number = self._shared.next_document()
             tokens = first * self._shared.spec.block_size
             state = DocumentState(name=self.name, tokens=tokens, blocks=first, first=first, reading=kept)
@@ -341,8 +321,7 @@ class Document:
         Raises ``InvalidArgument`` if the last block is incomplete or the document is not stored yet,
         ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             state, places = self.located()
             if places is None or state.tokens % self._shared.spec.block_size:
                 raise InvalidArgument(f"document {self.name!r} does not end with a complete block.")
@@ -364,9 +343,8 @@ class Document:
         the number of tokens that it has now and that need not be read. It is 0 if no block is known or the document is
         not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
-        self._shared.check_writable()
-        check_whole("step", step, 1, MAX_ITEM)
-        with self._shared.writing:
+        with self._shared.changing():
+            check_whole("step", step, 1, MAX_ITEM)
             found = None if self.id is not None else self._memory.known(tokens, reading=reading)
             if found is None or not (blocks := found[1] // step * step):
                 return 0
@@ -393,8 +371,7 @@ class Document:
         self._change(lambda rules, number: rules.expiring(number, seconds))
 
     def _change(self, change: Callable[[Rules[int], int], Rules[int]]) -> None:
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             number = self._stored()
             self._shared.retention.change(lambda rules: change(rules, number))
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from memstore.errors import DamagedError, ForeignMemory, on_one_line
+from memstore.errors import DamagedError, ForeignMemory
 from memstore.json_checks import anything, array, fit, maybe, members, parse, ranges, row, table, text, whole
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Bytes, Key, Record, Table
@@ -112,12 +112,6 @@ class DocumentState:
             return lacking(blocks, self.gaps)
         return [blocks] if blocks else []
 
-    def gap_message(self, block: int) -> str:
-        """Return the message for access to a block in a gap."""
-        return (
-            f"document {self.name!r}: block {block} was damaged, and a repair removed it; the other blocks are intact."
-        )
-
     def grown(self, tokens: int, block_size: int, capacity: int | None) -> DocumentState:
         """Return the state after an append of ``tokens`` tokens."""
         total = self.tokens + tokens
@@ -130,13 +124,11 @@ class DocumentState:
 
         The places may have to change too, see ``append.truncation``.
         """
-        tokens = min(self.tokens, blocks * block_size)
-        first = min(self.first, blocks)
         return replace(
             self,
-            tokens=tokens,
+            tokens=min(self.tokens, blocks * block_size),
             blocks=blocks,
-            first=first,
+            first=min(self.first, blocks),
             edits=self.edits + 1,
             dropped=self.dropped_below(blocks),
         )
@@ -167,16 +159,12 @@ class DocumentState:
 def _state(entry: bytes) -> DocumentState:
     values = fit(parse(entry, "the entry of a document"), ENTRY, "the entry of a document")
     if unknown := values.keys() - _FIELDS:
-        raise ForeignMemory(
-            f"a newer memstore wrote this memory: a document has {on_one_line(unknown)}; upgrade memstore"
-        )
-    spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
-    dropped = tuple((int(start), int(stop)) for start, stop in values.pop("dropped", ()))
-    branch = values.pop("branch", None)
-    if branch is not None:
-        parent, stop = map(int, branch)
-        branch = parent, stop
-    return DocumentState(**values, branch=branch, spans=spans, dropped=dropped)
+        raise ForeignMemory.newer("a document has", unknown)
+    for name in values.keys() & {"spans", "dropped"}:
+        values[name] = tuple(map(tuple, values[name]))
+    if values.get("branch"):
+        values["branch"] = tuple(values["branch"])
+    return DocumentState(**values)
 
 
 _FIELDS = frozenset(each.name for each in fields(DocumentState))
@@ -306,12 +294,7 @@ class Homes:
         chain: list[tuple[int, int]] = []
         met = set[int]()
         while number not in self._known:
-            records = self._store.get(Address(number).branch)
-            values = (
-                {} if records is None else fit(records[0].to_json(), BRANCH, f"the stored branch of number {number}")
-            )
-            if values:
-                self._documents[number] = values["document"]
+            values = self._branch(number)
             if "parent" not in values:
                 self._known[number] = listed(number, values.get("spans", ()))
                 break
@@ -340,11 +323,16 @@ class Homes:
         homes = {number: self.at(number) for number in numbers}
         for number in numbers:
             if number not in self._documents:
-                records = self._store.get(Address(number).branch)
-                self._documents[number] = (
-                    number if records is None else fit(records[0].to_json(), BRANCH, f"home {number}")["document"]
-                )
-        return {number: (home, self._documents[number]) for number, home in homes.items()}
+                self._branch(number)
+        return {number: (home, self._documents.get(number, number)) for number, home in homes.items()}
+
+    def _branch(self, number: int) -> Mapping[str, Any]:
+        """Return the stored branch of a home, empty without one, and remember its document. Raises ``DamagedError``."""
+        if (records := self._store.get(Address(number).branch)) is None:
+            return {}
+        values: dict[str, Any] = fit(records[0].to_json(), BRANCH, f"the stored branch of number {number}")
+        self._documents[number] = values["document"]
+        return values
 
 
 def _joined(number: int, stop: int, below: Home) -> Home:
@@ -533,8 +521,7 @@ class Catalog:
                 if state is None:
                     self._remove(number)
                 else:  # also for old documents: one may have moved to a home described only in its entry
-                    lists = bool(state.spans) or (state.home is not None and state.branch is None)
-                    self._note(number, state.name, lists=lists)
+                    self._note(number, vars(state))
             if self._beginnings is not None:
                 self._beginnings.changed(changed)
 
@@ -570,14 +557,12 @@ class Catalog:
     def _add(self, number: int, records: Sequence[Record] | None) -> None:
         if records:
             # The rest of the entry is checked when the document is used.
-            entry = fit(records[0].to_json(), NAMED, "the entry of a document")
-            lists = bool(entry.get("spans")) or (entry.get("home") is not None and entry.get("branch") is None)
-            self._note(number, entry["name"], lists=lists)
+            self._note(number, fit(records[0].to_json(), NAMED, "the entry of a document"))
 
-    def _note(self, number: int, name: str, *, lists: bool) -> None:
-        self._names[number] = name
-        self._numbers[name] = number
-        if lists:
+    def _note(self, number: int, entry: Mapping[str, Any]) -> None:
+        self._names[number] = entry["name"]
+        self._numbers[entry["name"]] = number
+        if entry.get("spans") or (entry.get("home") is not None and entry.get("branch") is None):
             self.listing.add(number)
 
 

@@ -298,14 +298,20 @@ class _Pieces:
             "files": self._files,
         }
 
-    def _write_complete(self, blocks: range) -> None:
-        tensors = {"tokens": self._document.tokens(blocks).int()}
-        for layer in range(self._spec.layers):
+    def _tensors(self, blocks: range, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return the tensors of ``blocks``: with ``names``, states as stored."""
+        tensors, spec = {"tokens": self._document.tokens(blocks).int()}, self._spec
+        for layer in range(spec.layers):
             view = self._document.layer(layer)
-            names = stored_names(self._spec.codec, list(self._spec.fields), len(block_layouts(self._spec)))
-            tensors |= {f"layer.{layer}.{name}": x for name, x in zip(names, view.stored(blocks), strict=True)}
-            tensors |= self._landmarks(layer, blocks)
-        self._write(tensors, blocks)
+            states = dict(zip(names, view.stored(blocks), strict=True)) if names else view.gather(blocks)
+            if layer in spec.index_layers:
+                states["landmarks"] = encode_landmarks(view.landmarks(blocks), spec.key_dtype)
+            tensors |= {f"layer.{layer}.{name}": each for name, each in states.items()}
+        return tensors
+
+    def _write_complete(self, blocks: range) -> None:
+        names = stored_names(self._spec.codec, list(self._spec.fields), len(block_layouts(self._spec)))
+        self._write(self._tensors(blocks, names), blocks)
 
     def _write_last(self, block: int, expected: int) -> int:
         """Write the incomplete last block, if there is one, and return the document's tokens then.
@@ -319,20 +325,11 @@ class _Pieces:
                 self._write_complete(range(block, block + 1))
                 return (block + 1) * size
             here = range(block, block + 1)
-            tensors = {"tokens": self._document.tokens(block).int()}
-            for layer in range(self._spec.layers):
-                states = self._document.layer(layer).gather(here)
-                tensors |= {f"layer.{layer}.{name}": x for name, x in states.items()} | self._landmarks(layer, here)
+            tensors = self._tensors(here)
             if self._document.located()[0] == state:
                 self._write(tensors, here)
                 return state.tokens
         return block * size
-
-    def _landmarks(self, layer: int, blocks: range) -> dict[str, Tensor]:
-        if layer not in self._spec.index_layers:
-            return {}
-        found = self._document.layer(layer).landmarks(blocks)
-        return {f"layer.{layer}.landmarks": encode_landmarks(found, self._spec.key_dtype)}
 
     def _write(self, tensors: dict[str, Tensor], blocks: range) -> None:
         tokens, begin = len(tensors["tokens"]), blocks.start * self._spec.block_size
@@ -559,8 +556,10 @@ def _begins(folder: Path, entry: Values, document: Document) -> bool:
 def _holds(folder: Path, file: Values, document: Document) -> bool:
     """Whether a document has the token ids of a file, or ends before it."""
     blocks = range(file["blocks"][0], min(file["blocks"][1], document.n_blocks))
-    if not blocks or document.present(blocks) != [blocks]:
-        return not blocks
+    if not blocks:
+        return True
+    if document.present(blocks) != [blocks]:
+        return False
     return torch.equal(document.tokens(blocks), _tensors(folder, file)["tokens"].long())
 
 

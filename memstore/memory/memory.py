@@ -189,8 +189,7 @@ class Memory:
 
         Raises ``NotFound``, ``ReadOnlyMemory``, ``DamagedError``, and the errors of ``Traces.remove``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             number = self._shared.catalog.find(name)
             if number is None:
                 raise self._no_document(name)
@@ -256,8 +255,7 @@ class Memory:
         none happens. None keeps the current setting. Stored data stays until the next append. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             self._shared.retention.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
 
     def spare(self, documents: Collection[str]) -> None:
@@ -297,8 +295,7 @@ class Memory:
         Appends do the same, but only while the clock is plausible: not before the last append, nor more than 30 days
         after it. This call trusts the clock. Raises ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             return self._shared.retention.expire(Deletion(self._shared).forget)
 
     def compact(self, progress: Progress | None = None) -> Compaction:
@@ -309,8 +306,7 @@ class Memory:
         taken before and after. Raises ``MemoryInUse`` if a reader still uses data to be erased, ``DamagedError`` if any
         detail of the file is unknown, ``ReadOnlyMemory``.
         """
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             failed = _failures(self._sweep, self._forget_old_traces)
             done = self._shared.store.compact(progress)
         self._report("the forgotten data is erased", failed)
@@ -354,7 +350,8 @@ class Memory:
             except OSError as error:
                 if isinstance(error, MemstoreError):
                     raise
-                raise (StoreFull if error.errno in FULL else ReadOnlyMemory)(
+                kind = StoreFull if error.errno in FULL else ReadOnlyMemory
+                raise kind(
                     f"the indexes of memory {self.url} cannot be written ({error.strerror}); the memory itself is "
                     "intact. Free some space, or make its folder 'index' writable, and build the indexes again",
                     memory=self.url,
@@ -429,8 +426,7 @@ class Memory:
         """
         from memstore.memory.repair import Repair
 
-        self._shared.check_writable()
-        with self._shared.writing:
+        with self._shared.changing():
             try:
                 return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run, drop_blocks=drop_blocks)
             finally:
@@ -441,12 +437,11 @@ class Memory:
 
         Blocks that documents share count for each of them, but once in ``bytes``.
         """
-        states = [(number, self._shared.state(number)) for number in self._shared.catalog.numbers()]
-        live = [(state, state.present()) for _, state in states if state is not None]
-        usage = Usage()
-        for number, state in states:
-            if state is not None:
-                usage.put(number, self._shared.catalog.homes.of(number, state), state.present())
+        numbers, usage = self._shared.catalog.numbers(), Usage()
+        states = {number: state for number in numbers if (state := self._shared.state(number)) is not None}
+        live = [(state, state.present()) for state in states.values()]
+        for number, state in states.items():
+            usage.put(number, self._shared.catalog.homes.of(number, state), state.present())
         blocks = sum(len(part) for _, parts in live for part in parts)
         missing = sum(-state.tokens % self.spec.block_size for state, parts in live if parts)
         tokens = blocks * self.spec.block_size - missing
@@ -456,11 +451,7 @@ class Memory:
         nbytes = self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete)
         if self.spec.recurrent:
             each = sum(layout.nbytes for layout in self.spec.recurrent)
-            places = [
-                kept_recurrent(self._shared.store, number, state.tokens)
-                for number, state in states
-                if state is not None
-            ]
+            places = [kept_recurrent(self._shared.store, number, state.tokens) for number, state in states.items()]
             nbytes["recurrent"] = each * sum(map(len, places))
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]

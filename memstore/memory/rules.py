@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, on_one_line
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
 from memstore.json_checks import Check, array, check_whole, fit, maybe, members, number, row, table, text, whole
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, Catalog
 from memstore.store.contract import BlockStore
@@ -158,8 +158,6 @@ class Rules(Generic[K]):
         limit = other.max_bytes, other.when_full
         return joined if limit == (None, "refuse") else joined.limited(*limit)
 
-    # Appends do not trust a clock behind the last append, or more than 30 days ahead of it: they warn once and
-    # forget nothing.
     def believes(self, now: float) -> bool:
         """Whether a write may forget documents expired by ``now`` by itself.
 
@@ -201,14 +199,9 @@ class Rules(Generic[K]):
         """
         fit(values, schema, "the rules of a memory")
         if unknown := set(values) - {each.name for each in fields(cls)}:
-            raise ForeignMemory(
-                f"a newer memstore wrote this memory: its rules have {on_one_line(unknown)}; upgrade memstore"
-            )
+            raise ForeignMemory.newer("its rules have", unknown)
         if values["when_full"] not in get_args(WhenFull):
-            asked = on_one_line([values["when_full"]])
-            raise ForeignMemory(
-                f"a newer memstore wrote this memory: its rule for a full memory is {asked}; upgrade memstore"
-            )
+            raise ForeignMemory.newer("its rule for a full memory is", [values["when_full"]])
         maps = {name: dict(values[name]) for name in ("expires", "reads") if name in values}
         return cls(**{**values, **maps, "pinned": frozenset(values["pinned"])})
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
 from memstore.json_checks import anything, array, check_whole, fit, storable, table, text
-from memstore.lazy import torch
+from memstore.lazy import device_copies, torch
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
@@ -102,9 +102,7 @@ class SharedStore:
         blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
         device = budgets.get("device")
         if device is not None:
-            from memstore.device_copies import device_of
-
-            device = device_of(device)
+            device = device_copies.device_of(device)
         return cls(store, header.spec, url, mode, index, header.blocks_per_run, folder, blocks, catalog, device)
 
     def __reduce__(self) -> NoReturn:
@@ -241,6 +239,11 @@ class SharedStore:
         if self.read_only:
             raise ReadOnlyMemory.opened(self.url)
 
+    def changing(self) -> threading.RLock:
+        """Return the lock ``writing``, to be held for a change. Raises ``ReadOnlyMemory`` if nothing may be written."""
+        self.check_writable()
+        return self.writing
+
     def check_layer(self, layer: int) -> None:
         """Raise ``InvalidArgument`` for a layer that the memory does not have."""
         check_whole("layer", layer, 0, self.spec.layers - 1)
@@ -364,9 +367,7 @@ class NamedValues:
     def get_arrays(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors under ``name``, or None."""
         found = self._find("arrays", name)
-        if found is None:
-            return None
-        return _arrays(head_of(found[1]), found[1])
+        return None if found is None else _arrays(head_of(found[1]), found[1])
 
     def put_info(self, name: str, value: Any) -> None:
         """Store a small JSON value under ``name``, replacing an older one; None removes it."""
@@ -538,6 +539,4 @@ def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
 
 def _readers(store: BlockStore) -> Executor:
     """Return threads that read blocks ahead."""
-    from memstore.device_copies import background_workers
-
-    return background_workers(store.capabilities.reads_ahead)
+    return device_copies.background_workers(store.capabilities.reads_ahead)

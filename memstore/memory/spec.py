@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from memstore._version import __version__
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound, on_one_line
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound
 from memstore.json_checks import anything, array, check_whole, fit, maybe, members, row, table, text, whole
-from memstore.lazy import torch
+from memstore.lazy import later, torch
 from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN, HEADER, Address, DocumentState, Places
 from memstore.memory.urls import NewMemory
 from memstore.store.cache import as_tensor, empty_rows
@@ -58,6 +58,10 @@ from memstore.store.records import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from memstore.store import codecs
+else:
+    codecs = later("memstore.store.codecs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +113,7 @@ FINGERPRINT = table(
 def check_names(what: str, values: Mapping[str, Any], known: set[str]) -> None:
     """Raise ``ForeignMemory`` unless ``values`` has exactly the ``known`` names."""
     if unknown := set(values) - known:
-        raise ForeignMemory(
-            f"a newer memstore wrote this memory: its {what} has {on_one_line(unknown)}; upgrade memstore"
-        )
+        raise ForeignMemory.newer(f"its {what} has", unknown)
     if missing := sorted(known - set(values)):
         raise ForeignMemory(
             f"another version of memstore wrote this memory: its {what} lacks {', '.join(missing)}; "
@@ -314,9 +316,7 @@ def block_layouts(spec: MemorySpec) -> list[Layout]:
     """Return the layouts of a complete block of one layer, in record order: the codec's output for each field."""
     if spec.codec == "none":
         return plain_layouts(spec)
-    from memstore.store.codecs import LOSSY  # needs torch, but a check of a memory should not
-
-    return [layout for shape in spec.fields.values() for layout in LOSSY[spec.codec].layouts(spec.dtype, shape)]
+    return [layout for shape in spec.fields.values() for layout in codecs.LOSSY[spec.codec].layouts(spec.dtype, shape)]
 
 
 def plain_layouts(spec: MemorySpec) -> list[Layout]:
@@ -496,18 +496,14 @@ def encode_blocks(spec: MemorySpec, states: Mapping[str, Tensor]) -> list[Tensor
     """Encode finite states ``[n, *shape]`` of every field as ``[n, ...]`` for each of ``block_layouts``."""
     if spec.codec == "none":
         return [states[name] for name in spec.fields]
-    from memstore.store.codecs import LOSSY
-
-    return [stored for name in spec.fields for stored in LOSSY[spec.codec].encode(states[name])]
+    return [stored for name in spec.fields for stored in codecs.LOSSY[spec.codec].encode(states[name])]
 
 
 def decode_block_rows(spec: MemorySpec, rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """Decode ``n`` stored complete blocks, ``[n, ...]`` for each of ``block_layouts``, to states ``[n, *shape]``."""
     if spec.codec == "none":  # nothing to decode, and a noticeable cost in a fast gather
         return dict(zip(spec.fields, rows, strict=True))
-    from memstore.store.codecs import LOSSY
-
-    codec, dtype = LOSSY[spec.codec], torch_dtype(spec.dtype)
+    codec, dtype = codecs.LOSSY[spec.codec], torch_dtype(spec.dtype)
     each = len(rows) // len(spec.fields)
     return {
         name: codec.decode(rows[number * each : (number + 1) * each], dtype, shape)

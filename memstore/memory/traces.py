@@ -642,13 +642,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         ]
         self._first, self._steps = self._first + len(self._steps), []
         nbytes = sum(len(looks) for *_, looks in rows if looks is not None)
-        try:
-            with self._file.writing() as connection:
-                connection.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", rows)
-                connection.execute("UPDATE traces SET bytes = bytes + ? WHERE number = ?", [nbytes, self.number])
-                make_room(connection, self.number, self._max_bytes)
-        except MemstoreError as error:
-            self._give_up(error)
+        with self._writing() as connection:
+            connection.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", rows)
+            connection.execute("UPDATE traces SET bytes = bytes + ? WHERE number = ?", [nbytes, self.number])
+            make_room(connection, self.number, self._max_bytes)
 
     def _encoded(self, looks: list[Look]) -> bytes | None:
         """Return a step in the file's form; steps that use a list again have the same looks."""
@@ -657,18 +654,20 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._encoded_last[1]
 
     def _write(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
-        if not self.active:  # an earlier write has failed
-            return
+        if self.active:  # otherwise an earlier write has failed
+            with self._writing() as connection:
+                connection.executemany(statement, rows)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """Run a transaction; if it fails, the recording ends without an error."""
         try:
             with self._file.writing() as connection:
-                connection.executemany(statement, rows)
+                yield connection
         except MemstoreError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: MemstoreError) -> None:
-        # Traces.record raises, because nothing has begun yet. After that the answer matters more than its trace.
-        _log.warning("recording of trace %d has stopped: %s", self.number, error)
-        self._stop()
+            # Traces.record raises, because nothing has begun yet. After that the answer matters more than its trace.
+            _log.warning("recording of trace %d has stopped: %s", self.number, error)
+            self._stop()
 
     def _stop(self) -> None:
         if self.active:

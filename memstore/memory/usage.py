@@ -244,11 +244,9 @@ class Deletion:
         home = self._shared.catalog.homes.of(number, state)
         if home.root not in self._roots:
             for each in self._related(home.root):
-                self._put(each)
+                self._put(each, self._changed.get(each) or self._shared.state(each))
             self._roots.add(home.root)
-        if number not in self._homes:
-            self._homes[number] = home
-            self._usage.put(number, home, state.present())
+        self._put(number, state)
 
     def _related(self, root: int) -> Collection[int]:
         catalog = self._shared.catalog
@@ -258,8 +256,7 @@ class Deletion:
             return everything  # an entry with spans does not name its tree
         return {root, *(document for home, document in homes.values() if home.root == root)}
 
-    def _put(self, number: int) -> None:
-        state = self._changed.get(number) or self._shared.state(number)
+    def _put(self, number: int, state: DocumentState | None) -> None:
         if state is not None and number not in self._homes:
             self._homes[number] = self._shared.catalog.homes.of(number, state)
             self._usage.put(number, self._homes[number], state.present())

@@ -417,9 +417,7 @@ class Check:
     def _named(self, kind: str, key: Key, message: str, items: int = 1) -> Iterator[Finding]:
         """Yield a finding about ``items`` values from ``key`` on, for each document that uses any of them."""
         blocks = self._blocks_of(key, items)
-        if key.document > MAX_DOCUMENT:  # a value of the store itself, which reports it
-            yield Finding(kind=kind, message=message)
-        elif key.table in (Table.META, Table.DOCUMENTS):
+        if key.table in (Table.META, Table.DOCUMENTS):
             yield Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
         elif key.table != Table.RECURRENT and (
             users := list(islice(self._usage.documents(key.document, blocks), _MOST))
@@ -642,7 +640,6 @@ def main(path: str, key: MasterKey | None) -> None:
 
 
 if __name__ == "__main__":
-    told = (
-        "" if sys.stdin.isatty() else sys.stdin.read()
-    )  # never an argument, which other users of the machine could see
+    # Never an argument, which other users of the machine could see.
+    told = "" if sys.stdin.isatty() else sys.stdin.read()
     main(sys.argv[-1], MasterKey(bytes.fromhex(told)) if told else None)

@@ -184,7 +184,6 @@ class LayerView:
 
         return self._steadily(ids, read)
 
-    # An error while reading ahead is dropped. The later gather of the block raises it again, with the block's name.
     def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
         """Let a thread bring ``blocks`` into host memory during other computations; return at once.
 
@@ -283,13 +282,7 @@ class LayerView:
 
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
-        if state.dropped and (lost := [block for block in blocks if any(block in gone for gone in state.gaps)]):
-            raise NotFound(state.gap_message(lost[0]))
-        if blocks and not state.first <= min(blocks) <= max(blocks) < state.blocks:
-            live = state.live()
-            wrong = next(block for block in blocks if block not in live)
-            there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
-            raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")
+        check_present(state, blocks)
         return state
 
     def _blame(self, blocks: list[int], error: Exception) -> Exception:
@@ -350,6 +343,21 @@ class LayerView:
         rows = {place: row for row, place in enumerate(complete)}
         order = torch.tensor([rows.get(place, len(complete)) for place in range(len(blocks))])
         return {field: torch.cat([each, last[field].to(each.device)])[order] for field, each in states.items()}
+
+
+def check_present(state: DocumentState, blocks: Sequence[int]) -> None:
+    """Raise ``NotFound`` unless all ``blocks`` are live, and none was dropped. A range must have step 1."""
+    ends = (blocks[0], blocks[-1]) if blocks and isinstance(blocks, range) else blocks
+    if blocks and not state.first <= min(ends) <= max(ends) < state.blocks:
+        live = state.live()
+        wrong = next(block for block in blocks if block not in live)
+        there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
+        raise NotFound(f"document {state.name!r} has no block {wrong}; it has {there}.")
+    if state.dropped and (lost := [block for block in blocks if any(block in gone for gone in state.gaps)]):
+        raise NotFound(
+            f"document {state.name!r}: block {lost[0]} was damaged, and a repair removed it; the other blocks are "
+            "intact."
+        )
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
@@ -510,26 +518,19 @@ class _LayerIndex:
     def close(self) -> None:
         """Keep an index that has grown since it was last kept, if files are kept, and release it."""
         with self._handle.shared.writing, self._lock:
-            index, self._index = self._index, None
-            if index is None:
-                return
+            worth = len(self._held) * self._handle.shared.spec.keys_per_block >= WORTH_KEEPING
             try:
-                if (
-                    len(self._held) * self._handle.shared.spec.keys_per_block >= WORTH_KEEPING
-                    and self._kept != self._held
-                ):
-                    self._index = index
+                if self._index is not None and worth and self._kept != self._held:
                     self._keep_file()
             finally:
-                self._index = None
-                index.close()
+                self.drop()
 
     def drop(self) -> None:
-        """Release the index of a forgotten document without keeping it."""
+        """Release the index, if there is one, without keeping it."""
         with self._lock:
-            if self._index is not None:
-                self._index.close()
-                self._index = None
+            index, self._index = self._index, None
+            if index is not None:
+                index.close()
 
     def facts(self) -> dict[str, Any] | None:
         """Return the facts about the index; None before the first search."""

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.lazy import torch
+from memstore.lazy import device_copies, torch
 from memstore.store.contract import BlockStore
 from memstore.store.records import ITEM_BYTES, BlockKeys, Bytes, Key, Layout, Numbers
 
@@ -176,13 +176,11 @@ class BlockCache:
         if not blocks.blocks:
             rows = empty_rows(self._layouts)
             return rows if device is None else [each.to(device) for each in rows]
-        from memstore.device_copies import to_device
-
-        if device is not None and self.holds_on(device):
+        if self._device.capacity and device == self._device.device:
             return self._through(self._device, blocks, lambda rest: self._from_host(rest, unchanged))
         near = self._store.capabilities.reads_ahead == 1
         rows = self._from_disk(blocks, unchanged) if near and not keep else self._from_host(blocks, unchanged)
-        return rows if device is None else to_device(rows, device)
+        return rows if device is None else device_copies.to_device(rows, device)
 
     def rows(self, blocks: BlockRefs, unchanged: Callable[[], bool], which: Numbers, rows: Numbers) -> Tensor:
         """Return row ``rows[i]`` of block ``which[i]``, ``[n, ...]`` in host memory; each block has one record.
@@ -275,9 +273,6 @@ class BlockCache:
             pools = {tier: asdict(pool.counts) | {"held_bytes": pool.nbytes} for tier, pool in held.items()}
             return pools | {"disk": asdict(self._disk), "left_out": self._left_out}
 
-    def holds_on(self, device: torch.device) -> bool:
-        return bool(self._device.capacity) and device == self._device.device
-
     def close(self) -> None:
         """Stop reading ahead, wait for its thread, and drop all blocks. Closing twice is allowed."""
         with self._lock:
@@ -323,9 +318,7 @@ class BlockCache:
             return found
         rows = below(blocks.only(missing) if found else blocks)
         if pool.device is not None:
-            from memstore.device_copies import to_device
-
-            rows = to_device(rows, pool.device)
+            rows = device_copies.to_device(rows, pool.device)
         with self._lock:
             pool.put([names[place] for place in missing], rows)
         return rows if not found else [_merged(*pair, missing) for pair in zip(found, rows, strict=True)]
@@ -346,25 +339,21 @@ class BlockCache:
 
 
 def _pool_device(device: str | torch.device | None) -> torch.device:
-    from memstore.device_copies import device_of
-
     if device is None and not torch.cuda.is_available():
         raise InvalidArgument(
             "device_bytes needs an accelerator, but torch finds none; pass device=, or device_bytes=0."
         )
-    return device_of("cuda" if device is None else device)
+    return device_copies.device_of("cuda" if device is None else device)
 
 
 def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
     """Return the rows of both in order: ``others`` at ``places``, ``found`` at all other places."""
-    from memstore.device_copies import to_device
-
     total = len(found) + len(others)
     at = torch.tensor(places)
     rest = torch.ones(total, dtype=torch.bool)
     rest[at] = False
     rows = found.new_empty(total, *found.shape[1:])
-    there, elsewhere = to_device([at, rest.nonzero()[:, 0]], rows.device)
+    there, elsewhere = device_copies.to_device([at, rest.nonzero()[:, 0]], rows.device)
     rows[there], rows[elsewhere] = others, found
     return rows
 
@@ -396,8 +385,6 @@ class PagePool:
     def nbytes(self) -> int:
         return len(self._kept) * self._block_bytes
 
-    # Bytes are cached as stored, after they were verified; they are decoded after the cache. A cached block is one page
-    # with all its records, and its name is one number. So a list of blocks is one copy.
     def take(self, names: Sequence[int]) -> tuple[list[Tensor], list[int]]:
         """Copy the blocks found here, ``[n, *shape]`` for each record; return them and the places of the others."""
         begun = time.perf_counter()
@@ -472,15 +459,13 @@ class _DeviceSlab:
         self._records = [torch.empty(pages, *shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
     def select(self, pages: Numbers) -> list[Tensor]:
-        from memstore.device_copies import to_device
-
-        (at,) = to_device([torch.from_numpy(pages)], self._device)
+        (at,) = device_copies.to_device([torch.from_numpy(pages)], self._device)
         return [records.index_select(0, at) for records in self._records]
 
     def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
-        from memstore.device_copies import to_device
-
-        at, taken, *rows = to_device([torch.from_numpy(pages), torch.from_numpy(chosen), *rows], self._device)
+        at, taken, *rows = device_copies.to_device(
+            [torch.from_numpy(pages), torch.from_numpy(chosen), *rows], self._device
+        )
         for records, source in zip(self._records, rows, strict=True):
             with torch.inference_mode(records.is_inference()):
                 records.index_copy_(0, at, source.index_select(0, taken))

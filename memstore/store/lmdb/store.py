@@ -103,8 +103,8 @@ class LmdbStore(BlockStore):
         self._use_format(self._formats[-1])
         self.values = Values(self.path, self._naming)
         """Reads of values in a transaction; for stores that are built on this one."""
-        check = partial(_check_large, self._env, self.path, url)  # not a method, which would never be released
-        heads = Heads(environment.data_file, self._env.stat()["psize"], check)
+        damage = partial(_tree_damage, self._env, self.path, url)  # not a method, which would never be released
+        heads = Heads(environment.data_file, self._env.stat()["psize"], damage)
         self.changes = Changes(self._naming, heads)
         """Changes of values in a transaction, such as that of ``commit``; for stores that are built on this one."""
         self._checked = (-1, 0)  # number of the last commit written here, and its sum of checks
@@ -159,7 +159,8 @@ class LmdbStore(BlockStore):
         writer = None if read_only else WriterLock(folder)
         store = cls._attach(folder, writer, url, create=False)
         try:
-            if check and (what := store._tree_problem()):
+            # A check of a page of each large value is left to ``scan``.
+            if check and (what := environments.tree_problem(store._env, folder, KEY_BYTES, _checks)):
                 if not environments.looks_like_ours(folder):
                     raise NotAMemory(
                         f"{folder} is the LMDB environment of another program, not a memory. Choose another path"
@@ -253,16 +254,15 @@ class LmdbStore(BlockStore):
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
         self.check_writable()
         check_batch(batch)
-        evicted, rest = 0, iter(evictions)
+        evicted, tries = 0, iter(tee(evictions))  # a transaction may be tried twice
 
         def make_room(txn: Transaction) -> None:
-            nonlocal evicted, rest
-            waiting, rest = tee(rest)  # a transaction may be tried twice
+            nonlocal evicted
 
             def apply(eviction: Batch) -> None:
                 self.changes.apply(txn, eviction.deletes, eviction.puts)
 
-            evicted = evict(waiting, max_bytes, lambda: used_bytes(txn), apply)
+            evicted = evict(next(tries), max_bytes, lambda: used_bytes(txn), apply)
 
         self.commit(batch.deletes, batch.puts, make_room)
         return evicted
@@ -310,13 +310,6 @@ class LmdbStore(BlockStore):
         key = self._naming.whole(STORE_KEY.to_bytes(), ())
         txn.put(key, encode_value(STORE_KEY, (Record.from_json(facts),)))
         return commit, total
-
-    def _tree_problem(self, *, large: bool = False) -> str | None:
-        """Return what is wrong with the tree that leads to the values, or with its set of values; or None.
-
-        ``large`` also checks a page of each large value; opening a memory leaves that to ``scan``.
-        """
-        return environments.tree_problem(self._env, self.path, KEY_BYTES, _checks, large=large)
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         check_out(keys, layouts, out)
@@ -388,8 +381,8 @@ class LmdbStore(BlockStore):
 
     def scan(self) -> Iterator[ScannedValue]:
         self._check_open()
-        if what := self._tree_problem(large=True):
-            yield ScannedValue(STORE_KEY, (), _tree_damaged(self.path, self.url, what))
+        if damage := _tree_damage(self._env, self.path, self.url):
+            yield ScannedValue(STORE_KEY, (), damage)
         with self._reading() as txn:
             yield from self.values.scan(txn)
 
@@ -509,19 +502,16 @@ def _release(environment: Environment, writer: WriterLock | None) -> None:
         writer.release()
 
 
-def _tree_damaged(folder: Path, url: str, what: str) -> DamagedError:
+def _tree_damage(env: lmdb.Environment, folder: Path, url: str) -> DamagedError | None:
+    """Return the error if the tree of the last commit is damaged, or the first page of a large value is wrong."""
+    if (what := environments.tree_problem(env, folder, KEY_BYTES, _checks, large=True)) is None:
+        return None
     return DamagedError(
         f"the tree of memory {folder} is damaged: {what}. Save the readable part: memstore repair {quote(url)} "
         "--to NEW",
         memory=url,
         remedy="repair",
     )
-
-
-def _check_large(env: lmdb.Environment, folder: Path, url: str) -> None:
-    """Raise ``DamagedError`` if the first page of a large value of the last commit is wrong."""
-    if what := environments.tree_problem(env, folder, KEY_BYTES, _checks, large=True):
-        raise _tree_damaged(folder, url, what)
 
 
 def _facts(txn: Transaction) -> dict[str, Any] | None:

@@ -133,6 +133,14 @@ class Naming:
         """Return whether a value with the header checksums ``sums`` was written last under ``raw``."""
         return not self.checked or raw[_NAME_BYTES:] == check_of(sums) or raw.startswith(_STORE_NAME)
 
+    def checked_value(self, raw: bytes, view: memoryview, run: Key) -> memoryview:
+        """Return ``view``, found for ``run`` under ``raw``. Raises ``DamagedError`` if it was not written last."""
+        if not self.holds(raw, header_sums(view)):
+            for _ in _in_run(view, run, self.lengths[run.table]):  # reports damage in better words
+                pass
+            raise damaged(run, OLDER)
+        return view
+
 
 def check_of(sums: Iterable[int]) -> bytes:
     """Return the check in a key: the low 32 bits of the sum of all header checksums, which cover the whole value."""
@@ -285,18 +293,7 @@ class Values:
         """Return the LMDB value ``run`` as last written; its records are not yet verified. Raises ``DamagedError``."""
         with txn.cursor() as cursor:
             raw = self._naming.find(cursor, run.to_bytes())
-            if raw is None:
-                return None
-            view: memoryview = cursor.value()
-        self._check_last(raw, view, run)
-        return view
-
-    def _check_last(self, raw: bytes, view: memoryview, run: Key) -> None:
-        """Raise ``DamagedError`` unless ``view``, found for ``run`` under ``raw``, is the last written value."""
-        if not self._naming.holds(raw, header_sums(view)):
-            for _ in self._entries(view, run):  # reports damage in better words
-                pass
-            raise damaged(run, OLDER)
+            return None if raw is None else self._naming.checked_value(raw, cursor.value(), run)
 
     def get(self, txn: Transaction, key: Key) -> tuple[Record, ...] | None:
         run = self._naming.run(key)
@@ -316,7 +313,7 @@ class Values:
                 run = self._naming.key(whole)
                 if run > last:
                     return
-                self._check_last(whole, view, run)
+                self._naming.checked_value(whole, view, run)
                 if self._naming.lengths[run.table] == 1:
                     yield run, _decode(view, run)
                 else:
@@ -413,14 +410,14 @@ Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 class Heads:
     """First pages of large values, checked before LMDB frees the page range that they state."""
 
-    def __init__(self, data: int, page_bytes: int, check_all: Callable[[], None]) -> None:
+    def __init__(self, data: int, page_bytes: int, damage: Callable[[], DamagedError | None]) -> None:
         """Check pages in the data file, whose descriptor is ``data``.
 
-        ``check_all`` raises ``DamagedError`` unless the first pages of the last commit are right; it reads them all.
+        ``damage`` returns the error if one of the first pages of the last commit is wrong; it reads them all.
         """
         self._data = data
         self._page_bytes = page_bytes
-        self._check_all = check_all
+        self._damage = damage
         # As in LMDB: two nodes must fit a page.
         self._small = ((page_bytes - layout.HEADER_BYTES) // 2 & -2) - 2 - layout.NODE_BYTES - KEY_BYTES
         self._known = layout.is_known()
@@ -437,7 +434,8 @@ class Heads:
         if (flags, pages) == (layout.OVERFLOW, needed) and self._at(own, len(head) + _HEAD) == head + value[:_HEAD]:
             return
         # Values written in this transaction are not in the file yet, and some have more pages than they need.
-        self._check_all()
+        if error := self._damage():
+            raise error
         self.checked = True
 
     def _at(self, page: int, nbytes: int) -> bytes:
@@ -492,9 +490,8 @@ class Changes:
         """
         name = key.to_bytes()
         first, whole = self._naming.first(name), self._naming.whole(name, sums)
-        if (
-            ahead[: len(first)] <= first
-        ):  # otherwise ``name`` is new: blocks are appended in rows, and one lookup is enough
+        # Otherwise ``name`` is new: blocks are appended in rows, and one lookup is enough.
+        if ahead[: len(first)] <= first:
             ahead = bytes(cursor.key()) if cursor.set_range(first) else _BEHIND_ALL
         same = ahead == whole
         if ahead.startswith(first) and not same:
@@ -538,16 +535,9 @@ class Changes:
             copy = bytes(cursor.value())
             if checksum(copy) == known.all_bytes and self._naming.holds(found, [known.header_sums]):
                 return {run.item: copy}, known.header_sums, known.last
-        old = self._last(cursor, found, run)
+        old = self._naming.checked_value(found, cursor.value(), run)
         kept = _split_run(old, run, self._naming.lengths[run.table], without=without)
         return dict(kept), sum(sum(header_sums(value)) for value in kept.values()), max(kept, default=-1)
-
-    def _last(self, cursor: Cursor, found: bytes, run: Key) -> memoryview:
-        """Return the run at ``cursor``. Raises ``DamagedError`` if it is an older one."""
-        view: memoryview = cursor.value()
-        if not self._naming.holds(found, header_sums(view)):
-            raise damaged(run, OLDER)
-        return view
 
     def _delete_range(self, cursor: Cursor, first: Key, last: Key) -> None:
         """Delete the runs inside the range; if its ends cut through a run, keep the rest of it."""
@@ -568,7 +558,8 @@ class Changes:
         """Delete the items of one run that are in the range."""
         if (found := self._naming.find(cursor, run.to_bytes())) is None:
             return
-        kept = _outside(self._last(cursor, found, run), run, self._naming.lengths[run.table], first, last)
+        old = self._naming.checked_value(found, cursor.value(), run)
+        kept = _outside(old, run, self._naming.lengths[run.table], first, last)
         if kept:
             value = b"".join(kept[item] for item in sorted(kept))
             self._put(cursor, run, value, header_sums(value))

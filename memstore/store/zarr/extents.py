@@ -273,8 +273,7 @@ def blocks_per_shard(layouts: Sequence[Layout], shard_bytes: int, *, joined: boo
     return max(1, shard_bytes // (sum(sizes) if joined else max(sizes))) if min(sizes) else 0
 
 
-# Shards are written as bytes. The Zarr library does not store a block of zeros, and does not sync. All blocks have one
-# length and are not compressed, so the index is known beforehand and a block is one range.
+# Not by the Zarr library, which does not store a block of zeros, and does not sync.
 def shard_object(payloads: Sequence[Bytes], blocks: int, block_bytes: int) -> list[memoryview | bytes]:
     """Return the parts of a shard of ``blocks`` blocks in writing order; ``payloads`` (uint8) are its bytes."""
     return [*(payload.data for payload in payloads), shard_index(blocks, block_bytes)]

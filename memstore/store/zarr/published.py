@@ -297,14 +297,13 @@ def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
     (part / "tail").mkdir(parents=True)
     try:
         with (part / "tail" / DATA_NAME).open("wb") as data:
-            known = _known_pieces(earlier[-1]) if earlier else {}
             places: dict[str, list[int]] = {}
             for number, name in enumerate(version.pieces):
                 places.setdefault(name, []).append(number * version.piece_bytes)
             copied = set[str]()
-            with suppress(FileNotFoundError):  # another process has removed that version: the bucket has the rest
-                for name in places.keys() & known.keys():
-                    _write(data, places[name], _read_piece(*known[name]))
+            for name, piece in _known_pieces(earlier[-1]) if earlier else ():
+                if name in places:
+                    _write(data, places[name], piece)
                     copied.add(name)
             wanted = [name for name in places if name not in copied]
             for start in range(0, len(wanted), HELD):
@@ -328,24 +327,16 @@ def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
     return True
 
 
-def _known_pieces(told: Path) -> dict[str, tuple[Path, int, int]]:
-    """Return pieces of a version fetched before: the file, place and length of each."""
+def _known_pieces(told: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the pieces of a version fetched before, with their names, until another process removes it."""
     with suppress(OSError, ValueError, TypeError):
-        length, names = json.loads(told.read_text())
-        data = told.parent / "tail" / DATA_NAME
-        found = {name: (data, number * length, length) for number, name in enumerate(names)}
-        return {name: place for name, place in found.items() if _digest(_read_piece(*place)) == name}
-    return {}
+        length, _ = json.loads(told.read_text())
+        for piece in _pieces(told.parent / "tail" / DATA_NAME, length):
+            yield _digest(piece), piece
 
 
 def _digest(content: bytes) -> str:
     return blake2b(content, digest_size=16).hexdigest()
-
-
-def _read_piece(data: Path, place: int, length: int) -> bytes:
-    with data.open("rb") as file:
-        file.seek(place)
-        return file.read(length)
 
 
 def _write(data: Any, places: list[int], piece: bytes) -> None:

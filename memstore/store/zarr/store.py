@@ -173,12 +173,11 @@ class ZarrStore(BlockStore):
         self._write(batch)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        evicted, cuts, rest = 0, list[Cut](), iter(evictions)
+        # A transaction may be tried twice: with the room of the reserve, it repeats its evictions.
+        evicted, cuts, tries = 0, list[Cut](), iter(tee(evictions))
 
         def make_room(txn: Any) -> None:
-            nonlocal evicted, rest
-            # If a transaction is tried again, with the room of the reserve, it repeats its evictions.
-            waiting, rest = tee(rest)
+            nonlocal evicted
             # From the open transaction: each eviction uses the manifest that the previous one left.
             snapshot = Snapshot(self._tail, txn)
             cuts.clear()
@@ -188,7 +187,7 @@ class ZarrStore(BlockStore):
                 self._tail.changes.apply(txn, deletes, puts)
                 cuts.extend(lost)
 
-            evicted = evict(waiting, max_bytes, lambda: snapshot.counters()["bytes"] + used_bytes(txn), apply)
+            evicted = evict(next(tries), max_bytes, lambda: snapshot.counters()["bytes"] + used_bytes(txn), apply)
 
         self._write(batch, make_room, cuts)
         return evicted

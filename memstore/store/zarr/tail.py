@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,7 @@ from memstore.store.zarr.objects import Objects, RangeRead
 
 _CACHED_SHARDS = 1024  # shards whose checksums are kept: 8 bytes for each block and field
 
+T = TypeVar("T")
 Sums = npt.NDArray[np.uint64]
 Deletes = list[tuple[Key, Key]]
 Puts = list[tuple[Key, tuple[Record, ...]]]
@@ -228,7 +229,7 @@ class SealedBlocks:
         order = sorted(sealed, key=lambda one: (one.place.extent.number, one.place.shard, one.place.slot))
         reads: list[RangeRead] = []
         blocks: list[list[_BlockRead]] = []
-        for run in _neighbours(order):
+        for run in _neighbours(order, _beside):
             for record in range(len(run[0].place.extent.arrays)):
                 reads.append(_range_read(run, record))
                 blocks.append(run)
@@ -291,11 +292,11 @@ def items(extent: Extent) -> Iterator[int]:
     return (item for start, stop in extent.live for item in range(start, stop))
 
 
-def _neighbours(order: list[_BlockRead]) -> Iterator[list[_BlockRead]]:
-    """Group blocks in order of their places into runs of neighbours."""
-    run: list[_BlockRead] = []
+def _neighbours(order: Iterable[T], follows: Callable[[T, T], bool]) -> Iterator[list[T]]:
+    """Split ordered items into runs, in which each item follows the one before."""
+    run: list[T] = []
     for one in order:
-        if run and not _follows(run[-1].place, one.place):
+        if run and not follows(run[-1], one):
             yield run
             run = []
         run.append(one)
@@ -303,8 +304,10 @@ def _neighbours(order: list[_BlockRead]) -> Iterator[list[_BlockRead]]:
         yield run
 
 
-def _follows(before: Place, after: Place) -> bool:
-    return (before.extent.number, before.shard, before.slot + 1) == (after.extent.number, after.shard, after.slot)
+def _beside(first: _BlockRead, second: _BlockRead) -> bool:
+    """Whether a block lies right after another one, in the same shard."""
+    (extent, shard, slot), after = first.place, second.place
+    return (extent.number, shard, slot + 1) == (after.extent.number, after.shard, after.slot)
 
 
 def _range_read(run: list[_BlockRead], record: int) -> RangeRead:
@@ -350,8 +353,8 @@ class Sealer:
         try:
             keys = self._tail.keys(series.block(0), series.block(MAX_ITEM))
             # The newest block of a layer stays in the tail: it may be incomplete, which a store cannot know.
-            for run in _runs([key.item for key in keys[:-1]]):
-                self._seal_run(series, run)
+            for run in _neighbours(keys[:-1], lambda key, after: after.item == key.item + 1):
+                self._seal_run(series, range(run[0].item, run[-1].item + 1))
             self._waiting[series] = len(self._tail.keys(series.block(0), series.block(MAX_ITEM)))
         except (MemstoreError, OSError) as error:
             logger.warning(
@@ -421,15 +424,6 @@ def write_arrays(objects: Objects, extent: Extent) -> None:
 
 def _layouts(value: tuple[Record, ...] | None) -> tuple[Layout, ...]:
     return tuple(record.layout for record in value or ())
-
-
-def _runs(items: list[int]) -> Iterator[range]:
-    """Yield ascending numbers as ranges without gaps."""
-    start = 0
-    for stop in range(1, len(items) + 1):
-        if stop == len(items) or items[stop] != items[stop - 1] + 1:
-            yield range(items[start], items[stop - 1] + 1)
-            start = stop
 
 
 class Cut(NamedTuple):
