@@ -119,6 +119,8 @@ class ReadPlan:
     """Rough cost of reading; None if there is nothing to read."""
     done: list[dict[str, Any]] = field(default_factory=list)
     """The result for each file that was read."""
+    same: list[dict[str, Any]] = field(default_factory=list)
+    """The same for the only file that is named, if it is unchanged."""
 
     @property
     def documents(self) -> list[str]:

@@ -184,6 +184,8 @@ class Reading:
             raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: {lacking}.")
         if plan.read:
             self.read(plan, known)
+        elif known is not None and options.one_file and not (options.watch or options.cost):
+            plan.same = [_told(name, known.documents[name]) for name in plan.unchanged]
         if known is not None and not options.cost:
             _note(options.memory, known, plan, self.noted)
             # A renamed file has taken its pin along.
@@ -480,14 +482,21 @@ def _read_one(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     fact |= {"whole": path is not None, "tokens": result.tokens, "read": now}
     reader.memory.put_info(FACT + name, fact)
+    return _told(name, result.tokens, result.new_tokens, result.seconds, path=path)
+
+
+def _told(
+    document: str, tokens: int, new_tokens: int = 0, seconds: float = 0.0, *, path: Path | None = None
+) -> dict[str, Any]:
+    """Return the result for a file."""
     return {
-        "document": result.document,
+        "document": document,
         **({} if path is None else {"path": str(path)}),
-        "tokens": result.tokens,
-        "new_tokens": result.new_tokens,
-        "reused_tokens": result.tokens - result.new_tokens,
-        "seconds": round(result.seconds, 3),
-        "tokens_per_second": round(result.tokens_per_second, 1),
+        "tokens": tokens,
+        "new_tokens": new_tokens,
+        "reused_tokens": tokens - new_tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(new_tokens / seconds, 1) if seconds else 0.0,
     }
 
 
@@ -509,12 +518,12 @@ def _report(plan: ReadPlan, options: Options) -> Report:
     if options.cost:
         cost = (plan.cost or Cost(0, 0, 0, 0.0))._asdict()
         return Report(data=cost, text=lambda page: page.facts(cost))
-    done = plan.done
-    alone = done[0] if options.one_file and len(done) == 1 else {}
+    done, told = plan.done, [*plan.done, *plan.same]
+    alone = told[0] if options.one_file and len(told) == 1 else {}
     data = {
         **alone,  # once --json had only these for a single file; programs may still read them
-        "documents": done,
-        **{key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")},
+        "documents": told,
+        **{key: sum(each[key] for each in told) for key in ("tokens", "new_tokens", "reused_tokens")},
         "seconds": round(sum(each["seconds"] for each in done), 3),
         "unchanged": len(plan.unchanged),
         "passed_over": plan.passed_over,
@@ -531,11 +540,13 @@ def _report(plan: ReadPlan, options: Options) -> Report:
         few = ", ".join(f"{each['path']} ({each['reason']})" for each in over[:FEW]) + ", …" * (len(over) > FEW)
         counts = f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {len(over):,} passed over"
         counts += f": {few}" * bool(over)
-        if alone:
+        if alone and done:
             page.facts(alone)
         else:
             page.table(columns, [[each[column] for column in columns] for each in done], empty=counts)
-        for line in [*([counts] * bool(done and not alone)), *_lost(plan, options)]:
+            if done:
+                page.line(counts)
+        for line in _lost(plan, options):
             page.line(line)
 
     return Report(data=data, text=text, exit_code=FAILED if plan.bad else 0)

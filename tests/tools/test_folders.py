@@ -319,7 +319,7 @@ def test_a_single_file_that_changed_is_read_again(cli: Cli, tmp_path: Path, mode
     assert cli("read", file, path, "--model", model_folder, "--block-size", 16).code == 0
     file.write_text("The key hangs in the shed. " * 4 + "It is gone.")
     again = cli("read", file, path, "--json").json
-    assert (again["documents"][0]["document"], again["reused_tokens"]) == ("note", 96)
+    assert (again["document"], again["reused_tokens"]) == ("note", 96)
     assert texts(path)["note"] == file.read_text()
 
 
