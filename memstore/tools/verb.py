@@ -237,11 +237,14 @@ def lasting(url: str) -> str:
     return url
 
 
-MemoryUrl = Annotated[
-    str, typer.Argument(metavar="MEMORY", help="Path of the memory.", show_default=False, callback=lasting)
-]
+def argument(metavar: str, told: str, *, memory: bool = False) -> Any:
+    """Describe a positional argument; with ``memory``, the path of a memory, which must be ``lasting``."""
+    check = (lambda url: None if url is None else lasting(url)) if memory else None
+    return typer.Argument(metavar=metavar, help=told, show_default=False, callback=check)
 
-DocumentArgument = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of the document.", show_default=False)]
+
+MemoryUrl = Annotated[str, argument("MEMORY", "Path of the memory.", memory=True)]
+DocumentArgument = Annotated[str, argument("DOCUMENT", "Name of the document.")]
 
 BlockSize = Annotated[
     int | None, typer.Option(min=1, help="Tokens in a block. Default: that of the memory. 64 for a new one.")
