@@ -31,14 +31,13 @@ from memstore.tools.verb import (
     ModelThatRead,
     Threads,
     TopK,
+    argument,
     lasting,
     use_threads,
     waiting,
 )
 
-Memories = Annotated[
-    list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories to serve.", show_default=False)
-]
+Memories = Annotated[list[str], argument("MEMORY...", "Paths of the memories to serve.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Listen at this port. 0: any free port.")]
 Host = Annotated[str, typer.Option(help="Listen at this address.")]
 Names = Annotated[
