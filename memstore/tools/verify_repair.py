@@ -118,7 +118,7 @@ To = Annotated[
         metavar="NEW",
         help="Leave MEMORY unchanged, and save its readable part into a new memory. Also works if MEMORY cannot be "
         "opened.",
-        callback=lambda url: None if url is None else lasting(url),
+        callback=lasting,
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Make the changes. Without it, nothing is changed.")]
