@@ -110,8 +110,11 @@ def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: 
 
     def text(page: Page) -> None:
         page.facts({key: data[key] for key in ("document", "block", "first_token", "tokens", "full")})
-        told = data["text"] if data["text"] is not None else f"(no text: {data['text_missing']})"
-        page.line(f"\n{told}\n\ntoken ids: {' '.join(map(str, data['token_ids']))}\n")
+        page.line()
+        page.line(data["text"] if data["text"] is not None else f"(no text: {data['text_missing']})")
+        page.line()
+        page.line("token ids: " + " ".join(map(str, data["token_ids"])))
+        page.line()
         page.table(("layer", "what", "vectors", "min norm", "mean norm", "max norm"), rows)
 
     return Report(data=data, text=text)
