@@ -7,9 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -27,6 +26,7 @@ from memstore.tools.verb import (
     USAGE,
     Interruption,
     Mistake,
+    argument,
     report_failure,
     verb,
     with_way_out,
@@ -39,13 +39,8 @@ Shells = Literal["bash", "zsh", "fish"]
 COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
 """Environment variable with which a shell's script asks the command for completions."""
 
-Shell = Annotated[Shells, typer.Argument(metavar="SHELL", help="The shell: bash, zsh or fish.", show_default=False)]
-TrustedModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="Model to trust: a Hugging Face directory or hub id, or smollm2.", show_default=False
-    ),
-]
+Shell = Annotated[Shells, argument("SHELL", "The shell: bash, zsh or fish.")]
+TrustedModel = Annotated[str, argument("MODEL", "Model to trust: a Hugging Face directory or hub id, or smollm2.")]
 
 
 def trust(model: TrustedModel) -> Report:
@@ -134,39 +129,35 @@ GROUPS = {"train": "Train a model that retrieves.", "eval": "Measure a model tha
 class _Verbs(Mapping[str, Any]):
     """Verbs by name, for Click. A verb is imported only when it is requested, because most runs need one."""
 
-    def __init__(self, homes: Mapping[str, str], groups: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._homes, self._groups = homes, groups
+    def __init__(self, makers: Mapping[str, Callable[[], Any]]) -> None:
+        self._makers = makers
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._homes, *self._groups])
+        return iter(self._makers)
 
     def __len__(self) -> int:
-        return len(self._homes) + len(self._groups)
+        return len(self._makers)
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._groups:
-            return _group(name, self._groups[name])
-        return _command(name, resolve_name(f"memstore.tools.{self._homes[name]}"))
+        return self._makers[name]()
 
 
-class _Trainings(_Verbs):
-    """The verbs of ``memstore train``. Each kind of model supplies its own."""
-
-    def __init__(self) -> None:
-        super().__init__({"router": "train:router"})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*trainable(), *self._homes])
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._homes:
-            return super().__getitem__(name)
-        from memstore.tools.train import training_verb
-
-        return _command(name, training_verb(trainable()[name]))
+def _imported(homes: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
+    return {name: partial(_command, name, home) for name, home in homes.items()}
 
 
-def _command(name: str, function: Callable[..., Report]) -> Any:
+def _training(name: str) -> Any:
+    """Return the verb that trains this kind of model, which supplies the options."""
+    from memstore.tools.train import training_verb
+
+    return _made(name, training_verb(trainable()[name]))
+
+
+def _command(name: str, home: str) -> Any:
+    return _made(name, resolve_name(f"memstore.tools.{home}"))
+
+
+def _made(name: str, function: Callable[..., Report]) -> Any:
     made = typer.Typer(add_completion=False, rich_markup_mode=None)
     made.command(name)(verb(function))
     return typer.main.get_command(made)
@@ -176,7 +167,8 @@ def _group(name: str, purpose: str) -> Any:
     made = typer.Typer(name=name, add_completion=False, help=purpose, epilog=EXIT_CODES, rich_markup_mode=None)
     made.callback(invoke_without_command=True)(_help_alone)
     group: Any = typer.main.get_command(made)
-    group.commands = _Trainings() if name == "train" else _Verbs(EVALUATIONS)
+    trainings = {kind: partial(_training, kind) for kind in trainable()} | _imported({"router": "train:router"})
+    group.commands = _Verbs(trainings if name == "train" else _imported(EVALUATIONS))
     return group
 
 
@@ -241,7 +233,7 @@ def main(
 def command_line() -> Any:
     """Return all verbs as a Click command."""
     command: Any = typer.main.get_command(app)
-    command.commands = _Verbs(VERBS, GROUPS)
+    command.commands = _Verbs(_imported(VERBS) | {name: partial(_group, name, GROUPS[name]) for name in GROUPS})
     return command
 
 

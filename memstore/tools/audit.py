@@ -18,17 +18,13 @@ from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, Model, attached, check_traceable, document_name
 from memstore.tools.models import LoadedModel, load_recorded, tokenizer_of
 from memstore.tools.trace import check_looks, chosen_trace, in_context
-from memstore.tools.verb import Device, Index, MemoryUrl, Threads, taking, use_threads
+from memstore.tools.verb import Device, Index, MemoryUrl, Threads, argument, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, Trace
     from memstore.readers.audit import Audit, LayerAudit
 
-Question = Annotated[
-    str,
-    typer.Argument(metavar="QUESTION", help="The text that the model reads after the document.", show_default=False),
-]
-
+Question = Annotated[str, argument("QUESTION", "The text that the model reads after the document.")]
 DocumentName = Annotated[str | None, typer.Option(help="Audit this document. Not needed if there is only one.")]
 MaxTokens = Annotated[
     int | None,
@@ -183,11 +179,10 @@ def _share(page: Page, value: float | None) -> object:
 Picture = Literal["heat", "similarity", "audit", "tiers", "margins"]
 KindArgument = Annotated[
     Picture,
-    typer.Argument(
-        metavar="KIND",
-        help="Picture to draw: heat, tiers or margins of a trace; similarity or margins of a document; or audit, "
-        "with --question.",
-        show_default=False,
+    argument(
+        "KIND",
+        "Picture to draw: heat, tiers or margins of a trace; similarity or margins of a document; or audit, with "
+        "--question.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Write this .png or .svg file.", show_default=False)]

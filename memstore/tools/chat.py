@@ -160,7 +160,8 @@ def _talk(talk: _Talk, max_tokens: int, *, json: bool) -> list[dict[str, Any]]:
                 case _:
                     with talk.writing() as conversation:
                         answer = conversation.say(words.strip(), tell=say, max_tokens=max_tokens, trace=True)
-                        answers += [described(answer, answer.sources(SOURCES))] if json else []
+                        if json:
+                            answers.append(described(answer, answer.sources(SOURCES)))
                     _line("")
         except KeyboardInterrupt:
             _line("\n(stopped; the answer so far is stored)")
@@ -172,7 +173,9 @@ def _talk(talk: _Talk, max_tokens: int, *, json: bool) -> list[dict[str, Any]]:
 def _heard() -> str | None:
     """Read a line from the user; None at the end of the input."""
     try:
-        return input("> ") if sys.stdin.isatty() else sys.stdin.readline() or None
+        if sys.stdin.isatty():
+            return input("> ")
+        return sys.stdin.readline() or None
     except (EOFError, KeyboardInterrupt):
         _line("")
         return None

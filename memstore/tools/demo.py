@@ -1,8 +1,6 @@
 """``memstore demo``: a model reads into a memory on disk; a new process opens it and finds the hidden passkeys.
 
-A DRT of 0.2 million parameters, trained in minutes on a CPU (``memstore train drt --recipe passkey-cpu``), reads a
-million tokens. They are five volumes, each a document with one hidden passkey. A stock model reads two texts of four
-times its training length: filler with five pass keys, and prose with five needles of other kinds.
+The DRT was trained in minutes on a CPU: ``memstore train drt --recipe passkey-cpu``.
 """
 
 from __future__ import annotations

@@ -12,20 +12,14 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report, counted
 from memstore.tools.listing import decode
-from memstore.tools.verb import MemoryUrl, lasting
+from memstore.tools.verb import MemoryUrl, argument
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
     from memstore.memory.copy import DocumentDifference, MemoryDifference
 
 Other = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[OTHER]",
-        help="Path of the memory to compare with. Default: the first memory.",
-        show_default=False,
-        callback=lambda url: None if url is None else lasting(url),
-    ),
+    str | None, argument("[OTHER]", "Path of the memory to compare with. Default: the first memory.", memory=True)
 ]
 Documents = Annotated[
     tuple[str, str] | None,

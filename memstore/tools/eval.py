@@ -235,8 +235,6 @@ def perplexity(
             "the perplexity of a text"
         )
     counts = parse_lengths(lengths)
-    use_threads(threads)
-    check_device(device)
     texts = read_documents(text)
     loaded, tokenizer = _load(folder, device, threads)
     show = not json and sys.stderr.isatty()

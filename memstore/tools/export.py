@@ -12,12 +12,12 @@ import typer
 import memstore
 from memstore.report import Page, Report, counted
 from memstore.tools.listing import decode
-from memstore.tools.verb import Interruption, MemoryUrl, lasting
+from memstore.tools.verb import Interruption, MemoryUrl, argument
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder or .parquet file to write.", show_default=False)]
+Out = Annotated[Path, argument("OUT", "Folder or .parquet file to write.")]
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Export only this document. May be repeated.")]
 Format = Annotated[
     Literal["safetensors", "parquet"],
@@ -27,18 +27,8 @@ Format = Annotated[
         "without states).",
     ),
 ]
-Folder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="Folder that memstore export wrote.", show_default=False)
-]
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="MEMORY",
-        help="Memory to import into. Created if it does not exist.",
-        show_default=False,
-        callback=lasting,
-    ),
-]
+Folder = Annotated[Path, argument("FOLDER", "Folder that memstore export wrote.")]
+Target = Annotated[str, argument("MEMORY", "Memory to import into. Created if it does not exist.", memory=True)]
 
 
 def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: Format = "safetensors") -> Report:  # noqa: A002 - the option's name

@@ -110,8 +110,11 @@ def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: 
 
     def text(page: Page) -> None:
         page.facts({key: data[key] for key in ("document", "block", "first_token", "tokens", "full")})
-        told = data["text"] if data["text"] is not None else f"(no text: {data['text_missing']})"
-        page.line(f"\n{told}\n\ntoken ids: {' '.join(map(str, data['token_ids']))}\n")
+        page.line()
+        page.line(data["text"] if data["text"] is not None else f"(no text: {data['text_missing']})")
+        page.line()
+        page.line("token ids: " + " ".join(map(str, data["token_ids"])))
+        page.line()
         page.table(("layer", "what", "vectors", "min norm", "mean norm", "max norm"), rows)
 
     return Report(data=data, text=text)
@@ -146,14 +149,18 @@ def decode(memory: Memory, ids: Sequence[int]) -> tuple[str | None, str | None]:
 
 
 def _layer(memory: Memory, document: Document, layer: int, block: int, tokens: int) -> dict[str, Any]:
-    view = document.layer(layer)
-    vectors = {name: states[0] for name, states in view.gather([block]).items()}
-    block_size = memory.spec.block_size
-    norms = {name: norm_summary(filled(states, tokens, block_size)) for name, states in vectors.items()}
+    norms = norms_of(document, layer, block, tokens)
     if layer in memory.spec.index_layers:
-        landmarks = view.landmarks(range(block, block + 1))[0]
-        norms["landmarks"] = norm_summary(filled(landmarks, tokens, block_size))
+        landmarks = document.layer(layer).landmarks(range(block, block + 1))[0]
+        norms["landmarks"] = norm_summary(filled(landmarks, tokens, memory.spec.block_size))
     return {"layer": layer, "norms": norms}
+
+
+def norms_of(document: Document, layer: int, block: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Return the ``norm_summary`` of each field of a block that has so many ``tokens``."""
+    size = document.memory.spec.block_size
+    states = document.layer(layer).gather([block])
+    return {name: norm_summary(filled(each[0], tokens, size)) for name, each in states.items()}
 
 
 def filled(states: Tensor, tokens: int, block_size: int) -> Tensor:
@@ -165,7 +172,12 @@ def filled(states: Tensor, tokens: int, block_size: int) -> Tensor:
 def norm_summary(vectors: Tensor) -> dict[str, float]:
     """Return the number of vectors along the last dimension, and the range of their Euclidean norms."""
     norms = vectors.float().norm(dim=-1)
-    return {"vectors": norms.numel(), "min": norms.min().item(), "mean": norms.mean().item(), "max": norms.max().item()}
+    return {
+        "vectors": norms.numel(),
+        "min": norms.min().item(),
+        "mean": norms.mean().item(),
+        "max": norms.max().item(),
+    }
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:

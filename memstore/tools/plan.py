@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,14 +35,15 @@ BYTES = {"int8": 1.07, "fp8": 1.07, "int4": 0.63}
 class Contents:
     """The contents of a memory, and the model that read them."""
 
-    spec: MemorySpec
-    model: str | None
-    dtype: str | None
-    documents: dict[str, int]
+    spec: MemorySpec | None = None
+    """Its layout; None if it does not exist yet."""
+    model: str | None = None
+    dtype: str | None = None
+    documents: Mapping[str, int] = field(default_factory=dict)
     """Documents, with their tokens."""
-    files: Mapping[str, dict[str, Any]]
+    files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Facts about the file of each document."""
-    stats: Mapping[str, Any]
+    stats: Mapping[str, Any] = field(default_factory=dict)
     """Its sizes and rules: see ``Memory.stats``."""
 
     @classmethod
@@ -61,18 +61,17 @@ class Contents:
 
     def room(self, named: Collection[str]) -> int | None:
         """Return the bytes left within the limit, if any. If it evicts, beside pinned documents and those ``named``."""
-        rules, used = self.stats["rules"], int(self.stats["used_bytes"])
-        most: int | None = rules["max_bytes"]
-        if most is None:
+        if self.spec is None or self.stats["rules"]["max_bytes"] is None:
             return None
+        rules, used = self.stats["rules"], int(self.stats["used_bytes"])
         if rules["when_full"] != "refuse":  # all others may go; bytes are taken to be as tokens
             kept = sum(self.documents.get(name, 0) for name in {*named, *rules["pinned"]})
             used = math.ceil(used * kept / max(1, sum(self.documents.values())))
-        return max(0, most - used)
+        return max(0, int(rules["max_bytes"]) - used)
 
     @classmethod
-    def at(cls, url: str, model: str | None) -> Contents | None:
-        """Return the contents of the memory at ``url``, or None if it does not exist yet.
+    def at(cls, url: str, model: str | None) -> Contents:
+        """Return the contents of the memory at ``url``.
 
         Raises an error if it is no memory, or if no ``model`` is named and the memory's model is not trusted.
         """
@@ -81,7 +80,7 @@ class Contents:
                 named = recorded_name(memory)
                 return cls.of(memory, chosen_name(memory) if model is None and named is not None else named)
         except NotFound:
-            return None
+            return cls()
 
 
 class FileText(NamedTuple):
@@ -119,6 +118,8 @@ class ReadPlan:
     """Rough cost of reading; None if there is nothing to read."""
     done: list[dict[str, Any]] = field(default_factory=list)
     """The result for each file that was read."""
+    same: list[dict[str, Any]] = field(default_factory=list)
+    """The same for the only file that is named, if it is unchanged."""
 
     @property
     def documents(self) -> list[str]:
@@ -128,7 +129,7 @@ class ReadPlan:
 
 def plan_of(
     found: list[SourceFile],
-    known: Contents | None,
+    files: Mapping[str, dict[str, Any]],
     document: str | None,
     *,
     encoding: str | None,
@@ -138,7 +139,8 @@ def plan_of(
 ) -> ReadPlan:
     """Find the new and changed files. ``alone``: raise the error of the only file. ``compare``: read all of them.
 
-    ``gone``: documents whose files are missing. A new file with the same text as one of them is that file, renamed.
+    ``files``: see ``Contents``. ``gone``: documents whose files are missing. A new file with the same text as one of
+    them is that file, renamed.
     Raises ``InvalidArgument`` if ``document`` is the name of a conversation.
     """
     from memstore.memory.memory import check_name
@@ -146,7 +148,7 @@ def plan_of(
 
     if document is not None and document.startswith(CHAT):
         raise InvalidArgument(f"{document!r} is the name of a chat: choose another name with --document")
-    plan, files = ReadPlan(gone=list(gone)), {} if known is None else known.files
+    plan = ReadPlan(gone=list(gone))
     names = {str(fact.get("path")): name for name, fact in files.items()}
     taken = set(files)
     read: dict[Any, list[str]] = {}
@@ -204,10 +206,8 @@ def _is_gone(fact: Mapping[str, Any]) -> bool:
     """Check whether a file is surely no longer at its path."""
     try:
         _path(fact).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 
@@ -224,18 +224,20 @@ def _free(found: SourceFile, taken: set[str]) -> str:
 
 
 def _version(path: Path | None) -> tuple[int, int] | None:
-    with suppress(OSError):
-        return None if path is None else ((stat := path.stat()).st_size, stat.st_mtime_ns)
-    return None
+    try:
+        facts = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if facts is None else (facts.st_size, facts.st_mtime_ns)
 
 
-def gone(known: Contents | None, found: list[SourceFile], folders: list[Path]) -> list[str]:
+def gone(files: Mapping[str, dict[str, Any]], found: list[SourceFile], folders: list[Path]) -> list[str]:
     """Return documents whose files were below ``folders`` and are no longer found."""
     paths = {str(each.path) for each in found}
     closed = [each.path for each in found if each.path is not None and each.is_folder]  # their contents are unknown
     return [
         name
-        for name, fact in ({} if known is None else known.files).items()
+        for name, fact in files.items()
         if isinstance(path := fact.get("path"), str)
         and path not in paths
         and any(Path(path).is_relative_to(folder) for folder in folders)
@@ -280,9 +282,8 @@ class Cost(NamedTuple):
 def check_room(
     memory: str,
     reader: Reader,
-    spec: MemorySpec,
+    known: Contents,
     texts: Sequence[tuple[int, int]],
-    known: Contents | None,
     named: Collection[str],
     *,
     tell: bool,
@@ -291,7 +292,7 @@ def check_room(
 
     Raises ``StoreFull`` if they do not fit beside what is ``known``; see ``Contents.room`` for ``named``.
     """
-    new = sum(all_ - there for all_, there in texts)
+    spec, new = known.spec or reader.spec(), sum(all_ - there for all_, there in texts)
     codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
     sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys(codecs)}
     size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
@@ -304,7 +305,7 @@ def check_room(
         kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" and instead else ""
         held = f"; its index needs {_amount(index)} of memory while it is attached" if index else ""
         sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}{held}\n")
-    within = room = None if known is None else known.room(named)
+    within = room = known.room(named)
     folder = Path(memory.removeprefix("zarr:")).absolute()
     if "://" not in memory:
         while not folder.exists():
@@ -321,7 +322,7 @@ def check_room(
             f"{counted(new, 'token')} need about {_amount(size)}, but {memory} has room for {_amount(room)}{limit}: "
             f"{', '.join(what[:-1])} or {what[-1]}",
             # An empty memory has nothing to forget or erase.
-            memory=memory if known is not None and known.documents else None,
+            memory=memory if known.documents else None,
             remedy="limit" if limit else None,
         )
     return cost

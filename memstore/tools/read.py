@@ -39,6 +39,7 @@ from memstore.tools.verb import (
     RouterFile,
     Threads,
     TopK,
+    argument,
     fact_of,
     parse_meta,
     taking,
@@ -57,10 +58,7 @@ FEW = 5
 PAUSE = 1.0
 """Seconds between two looks of ``--watch``. With many files, each pause is as long as the look before it."""
 
-Texts = Annotated[
-    list[str],
-    typer.Argument(metavar="TEXT...", help="Files and folders to read, or - for standard input.", show_default=False),
-]
+Texts = Annotated[list[str], argument("TEXT...", "Files and folders to read, or - for standard input.")]
 DocumentName = Annotated[
     str | None,
     typer.Option(help="Name the document. Default: the file name without its ending. In a folder, its path."),
@@ -175,8 +173,7 @@ class Reading:
         """Read the new and changed files, and return what was found and done."""
         options = self.options
         known = Contents.at(options.memory, options.model)
-        spec = None if known is None else known.spec
-        check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
+        check_fit(options.memory, known.spec, block_size=options.block_size, codec=options.codec)
         plan = self.plan(known)
         if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
             over = [f"{each['path']} ({each['reason']})" for each in plan.passed_over[:FEW]]
@@ -184,7 +181,9 @@ class Reading:
             raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: {lacking}.")
         if plan.read:
             self.read(plan, known)
-        if known is not None and not options.cost:
+        elif options.one_file and not (options.watch or options.cost):
+            plan.same = [_told(name, known.documents[name]) for name in plan.unchanged]
+        if known.spec is not None and not options.cost:
             _note(options.memory, known, plan, self.noted)
             # A renamed file has taken its pin along.
             pinned = {*known.stats["rules"]["pinned"]} - {each.moved for each in plan.read}
@@ -193,10 +192,10 @@ class Reading:
                 self.prune(plan, known)
         return plan
 
-    def plan(self, known: Contents | None) -> ReadPlan:
+    def plan(self, known: Contents) -> ReadPlan:
         """Find the files, and compare them with what is ``known``."""
         options, compare = self.options, False
-        if known is not None:
+        if known.files:
             another = options.model is not None and lasting_name(options.model) != known.model
             dtype = precision(options.dtype, options.device) if options.dtype else known.dtype
             # Every file is compared with its stored reading, and refused.
@@ -206,15 +205,16 @@ class Reading:
         # If a folder was missing before, during or after the search, its files are not lost.
         named = {each.path for each in found if not each.in_folder}
         folders = [path.resolve() for path in before if path.absolute() not in named and path.is_dir()]
-        for folder in folders if options.prune else ():
-            if gone(known, found, [folder]) and not any(each.path and folder in each.path.parents for each in found):
+        for folder in folders:
+            emptied = options.prune and not any(each.path and folder in each.path.parents for each in found)
+            if emptied and gone(known.files, found, [folder]):
                 raise NotFound(
                     f"{folder} has no files any more, so --prune would forget all documents from there. Mount its "
                     "disk, or forget them with memstore forget"
                 )
         alone = options.one_file and not options.watch  # a watch reads a half-written file next time
-        lost, encoding = gone(known, found, folders), options.encoding
-        return plan_of(found, known, options.document, encoding=encoding, alone=alone, gone=lost, compare=compare)
+        lost, encoding = gone(known.files, found, folders), options.encoding
+        return plan_of(found, known.files, options.document, encoding=encoding, alone=alone, gone=lost, compare=compare)
 
     def prune(self, plan: ReadPlan, known: Contents) -> None:
         """Forget the documents of ``plan.gone``, except pinned ones."""
@@ -253,9 +253,13 @@ class Reading:
         read = [f"read {each['document']}: {counted(each['new_tokens'], 'new token')}" for each in plan.done]
         lost = _lost(plan, self.options)
         for line in [*read, *(line for line in lost if line not in self.told)]:
-            if not self.options.json:
-                typer.echo(f"{datetime.now():%H:%M:%S} {printable(line)}")  # noqa: DTZ005 - on the user's clock
+            self.say(line)
         self.told |= {*lost}
+
+    def say(self, line: str, *, err: bool = False) -> None:
+        """Print a line of a watch."""
+        if not self.options.json:
+            typer.echo(f"{datetime.now():%H:%M:%S} {printable(line)}", err=err)  # noqa: DTZ005 - on the user's clock
 
     def look(self) -> tuple[ReadPlan, float]:
         """Read the changes as soon as nobody else writes into the memory and all watched files and folders exist.
@@ -272,36 +276,37 @@ class Reading:
                 plan = self.once()
                 return plan, 0.0 if plan.done else time.perf_counter() - begun
             except (MemoryInUse, NotFound, FileNotFoundError, NotADirectoryError) as error:
-                if not told and not self.options.json:
-                    typer.echo(f"{datetime.now():%H:%M:%S} {printable(str(error))}; trying again", err=True)  # noqa: DTZ005
+                if not told:
+                    self.say(f"{error}; trying again", err=True)
                 told = True
                 time.sleep(PAUSE)
 
-    def read(self, plan: ReadPlan, known: Contents | None) -> None:
+    def read(self, plan: ReadPlan, known: Contents) -> None:
         """Read the files of ``plan``, or find what that costs; files that cannot be read are added to ``plan.bad``."""
         options = self.options
         model, dtype = _model_of(known, options)
-        if known is None and (key := os.environ.get(KEY_VARIABLE)):
+        if known.spec is None and (key := os.environ.get(KEY_VARIABLE)):
             from memstore.store.encryption_keys import read_key
 
             read_key(key)  # of a new memory: a bad key is reported before a model is loaded
-        loaded = self.load(model, dtype, weights=known is not None or not options.cost or options.device != "cpu")
+        loaded = self.load(model, dtype, weights=known.spec is not None or not options.cost or options.device != "cpu")
         with waiting("counting tokens", show=not options.json):
             texts = _tokens(plan.read, loaded.tokenizer)
-        made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
-        how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
+        how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router}
+        if known.spec is None:
+            how |= {"block_size": options.block_size, "codec": options.codec}
         reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
         tell = not (options.json or options.cost)
-        room = partial(check_room, options.memory, reader, known=known, named=plan.documents, tell=tell)
-        if known is None:  # before it is made: an empty memory would block another codec
-            plan.cost = room(reader.spec(), [(len(ids), 0) for _, ids in texts])
+        room = partial(check_room, options.memory, reader, known, named=plan.documents, tell=tell)
+        if known.spec is None:  # before it is made: an empty memory would block another codec
+            plan.cost = room([(len(ids), 0) for _, ids in texts])
             if options.cost:
                 return
         with reader:
             there = {each.document: reader.stored_tokens(ids, each.document) for each, ids in texts}
             new = sum(len(ids) - there[each.document] for each, ids in texts)
-            if known is not None:
-                plan.cost = room(reader.memory.spec, [(len(ids), there[each.document]) for each, ids in texts])
+            if known.spec is not None:
+                plan.cost = room([(len(ids), there[each.document]) for each, ids in texts])
                 if options.cost:
                     return
             record_model(reader.memory, model, loaded)
@@ -316,7 +321,7 @@ class Reading:
             with progress_bar(counted(len(texts), "file"), 0, total, show=total > 0) as advance:
                 _read_each(reader, texts, by_many, self.noted, plan, advance, many=len(texts) > 1)
             left = {document.name for document in reader.memory.documents()}
-            plan.evicted = [name for name in (known.documents if known else ()) if name not in left]
+            plan.evicted = [name for name in known.documents if name not in left]
 
 
 def _lost(plan: ReadPlan, options: Options) -> list[str]:
@@ -347,10 +352,10 @@ def _with(fact: Mapping[str, Any], noted: Mapping[str, str]) -> dict[str, Any]:
 def read_into(reader: Reader, source: str) -> list[dict[str, Any]]:
     """Read a file or folder into the memory of an open reader; return the results for each changed file."""
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
-    plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
+    plan = plan_of(list(find([source])), known.files, None, encoding=None, alone=alone)
     texts = _tokens(plan.read, reader.tokenizer)
     sizes = [(len(ids), reader.stored_tokens(ids, each.document)) for each, ids in texts]
-    check_room(reader.memory.url, reader, reader.memory.spec, sizes, known, plan.documents, tell=True)
+    check_room(reader.memory.url, reader, known, sizes, plan.documents, tell=True)
     _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
     bad = [f"not read: {each['error']}" for each in plan.bad]
     if bad and not plan.done:
@@ -365,11 +370,11 @@ def _tokens(files: list[FileText], tokenizer: Any) -> list[tuple[FileText, Tenso
     return [(each, torch.tensor(encode(tokenizer, each.content), dtype=torch.int32)) for each in files]
 
 
-def _model_of(known: Contents | None, options: Options) -> tuple[str, str]:
+def _model_of(known: Contents, options: Options) -> tuple[str, str]:
     """Return the name and precision of the model for reading."""
-    model = options.model or (None if known is None else known.model) or SMOLLM2
+    model = options.model or known.model or SMOLLM2
     # A memory keeps its first precision, even if another one would be faster.
-    return model, options.dtype or usual_dtype(model, None if known is None else known.dtype)
+    return model, options.dtype or usual_dtype(model, known.dtype)
 
 
 def _read_each(
@@ -480,14 +485,21 @@ def _read_one(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     fact |= {"whole": path is not None, "tokens": result.tokens, "read": now}
     reader.memory.put_info(FACT + name, fact)
+    return _told(name, result.tokens, result.new_tokens, result.seconds, path=path)
+
+
+def _told(
+    document: str, tokens: int, new_tokens: int = 0, seconds: float = 0.0, *, path: Path | None = None
+) -> dict[str, Any]:
+    """Return the result for a file."""
     return {
-        "document": result.document,
+        "document": document,
         **({} if path is None else {"path": str(path)}),
-        "tokens": result.tokens,
-        "new_tokens": result.new_tokens,
-        "reused_tokens": result.tokens - result.new_tokens,
-        "seconds": round(result.seconds, 3),
-        "tokens_per_second": round(result.tokens_per_second, 1),
+        "tokens": tokens,
+        "new_tokens": new_tokens,
+        "reused_tokens": tokens - new_tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(new_tokens / seconds, 1) if seconds else 0.0,
     }
 
 
@@ -509,12 +521,12 @@ def _report(plan: ReadPlan, options: Options) -> Report:
     if options.cost:
         cost = (plan.cost or Cost(0, 0, 0, 0.0))._asdict()
         return Report(data=cost, text=lambda page: page.facts(cost))
-    done = plan.done
-    alone = done[0] if options.one_file and len(done) == 1 else {}
+    done, told = plan.done, [*plan.done, *plan.same]
+    alone = told[0] if options.one_file and len(told) == 1 else {}
     data = {
         **alone,  # once --json had only these for a single file; programs may still read them
-        "documents": done,
-        **{key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")},
+        "documents": told,
+        **{key: sum(each[key] for each in told) for key in ("tokens", "new_tokens", "reused_tokens")},
         "seconds": round(sum(each["seconds"] for each in done), 3),
         "unchanged": len(plan.unchanged),
         "passed_over": plan.passed_over,
@@ -531,11 +543,13 @@ def _report(plan: ReadPlan, options: Options) -> Report:
         few = ", ".join(f"{each['path']} ({each['reason']})" for each in over[:FEW]) + ", …" * (len(over) > FEW)
         counts = f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {len(over):,} passed over"
         counts += f": {few}" * bool(over)
-        if alone:
+        if alone and done:
             page.facts(alone)
         else:
             page.table(columns, [[each[column] for column in columns] for each in done], empty=counts)
-        for line in [*([counts] * bool(done and not alone)), *_lost(plan, options)]:
+            if done:
+                page.line(counts)
+        for line in _lost(plan, options):
             page.line(line)
 
     return Report(data=data, text=text, exit_code=FAILED if plan.bad else 0)

@@ -21,7 +21,6 @@ import fcntl
 import gc
 import hashlib
 import importlib
-import io
 import json
 import os
 import select
@@ -467,11 +466,10 @@ class _Resident:
 
 
 def _stream(number: int, mode: str) -> Any:
-    raw = io.FileIO(number, mode, closefd=False)
-    buffered = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
     usual = (sys.__stdin__, sys.__stdout__, sys.__stderr__)[number]
     encoding, errors = ("utf-8", "strict") if usual is None else (usual.encoding, usual.errors)
-    return io.TextIOWrapper(buffered, encoding, errors, line_buffering=number == 2 or os.isatty(number))
+    lines = 1 if number == 2 else -1  # by default, a terminal gets whole lines too
+    return open(number, mode, lines, encoding, errors, closefd=False)
 
 
 def _tasks() -> int:

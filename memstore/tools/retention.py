@@ -19,14 +19,14 @@ from memstore.tools.verb import (
     Interruption,
     Json,
     MemoryUrl,
+    argument,
     bar,
     existing,
     fact_of,
-    lasting,
     seconds_in,
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the new document.", show_default=False)]
+Name = Annotated[str, argument("NAME", "Name of the new document.")]
 Blocks = Annotated[
     int | None,
     typer.Option(min=0, help="Share only this many blocks, from the first on. Default: all that the document has now."),
@@ -245,7 +245,7 @@ def compact(memory: MemoryUrl, *, json: Json = False) -> Report:
     return Report(data=data, text=lambda page: page.line(told))
 
 
-NewKey = Annotated[Path, typer.Argument(metavar="NEW_KEY_FILE", help="File with the new key.", show_default=False)]
+NewKey = Annotated[Path, argument("NEW_KEY_FILE", "File with the new key.")]
 
 
 def rekey(memory: MemoryUrl, new_key_file: NewKey) -> Report:
@@ -268,13 +268,8 @@ def rekey(memory: MemoryUrl, new_key_file: NewKey) -> Report:
     return Report(data=data, text=lambda page: page.line(told))
 
 
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Memory to copy.", show_default=False, callback=lasting)]
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET", help="Memory to copy to. Created if it does not exist.", show_default=False, callback=lasting
-    ),
-]
+Source = Annotated[str, argument("SOURCE", "Memory to copy.", memory=True)]
+Target = Annotated[str, argument("TARGET", "Memory to copy to. Created if it does not exist.", memory=True)]
 CopyCodec = Annotated[
     str | None,
     typer.Option("--codec", help="Store states in the target as none, int8, fp8 or int4. Default: as in the source."),

@@ -14,7 +14,7 @@ from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, search_text
 from memstore.tools.files import read_bytes
 from memstore.tools.listing import decode
-from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, index_bar, use_threads
+from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, argument, index_bar, use_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 Words = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[TEXT]", help="Words to search with. The model that read the memory turns them into queries."
-    ),
+    argument("[TEXT]", "Words to search with. The model that read the memory turns them into queries."),
 ]
 Text = Annotated[str | None, typer.Option(help="Words to search with, given as an option.")]
 Block = Annotated[str | None, typer.Option(metavar="DOCUMENT:N", help="Search with the landmark of this block.")]

@@ -31,14 +31,12 @@ from memstore.tools.verb import (
     ModelThatRead,
     Threads,
     TopK,
-    lasting,
+    argument,
     use_threads,
     waiting,
 )
 
-Memories = Annotated[
-    list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories to serve.", show_default=False)
-]
+Memories = Annotated[list[str], argument("MEMORY...", "Paths of the memories to serve.", memory=True)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Listen at this port. 0: any free port.")]
 Host = Annotated[str, typer.Option(help="Listen at this address.")]
 Names = Annotated[
@@ -144,8 +142,7 @@ def serve(
     from memstore.tools.endpoint.shelf import Shelf, name_of
 
     token, shown_token = token_for(host, token_file, no_token=no_token)
-    urls = [lasting(each) for each in memories]
-    names = [name_of(each) for each in urls]
+    names = [name_of(each) for each in memories]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidArgument(f"two memories have the name {twice!r}: rename one of them, or serve it separately.")
     shown = ", ".join(names)
@@ -154,7 +151,7 @@ def serve(
         with waiting("loading the models", show=True):
             use_threads(threads)
             shelf = Shelf(stack, model, top_k, device, index, on_error, folder, most)
-            for each in urls:
+            for each in memories:
                 shelf.open(each, name_of(each))
             endpoint = Endpoint(shelf, token=token, hosts=(host, *(name or ())), sessions=sessions)
         try:

@@ -16,15 +16,12 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.report import Page, Report
 from memstore.tools.listing import decode
 from memstore.tools.models import name_model
-from memstore.tools.verb import MemoryUrl, ModelThatRead
+from memstore.tools.verb import MemoryUrl, ModelThatRead, argument
 
 if TYPE_CHECKING:
     from memstore.memory import Look, Memory, Step, Trace
 
-Number = Annotated[
-    int | None,
-    typer.Argument(metavar="[NUMBER]", help="Number of the trace. Default: the latest.", show_default=False),
-]
+Number = Annotated[int | None, argument("[NUMBER]", "Number of the trace. Default: the latest.")]
 List = Annotated[bool, typer.Option("--list", help="List the traces of the memory.")]
 Layer = Annotated[int | None, typer.Option(help="Show the weights of this layer. Default: the mean of all.")]
 Head = Annotated[int | None, typer.Option(help="Show the weights of this query head. Default: the mean of all.")]

@@ -79,8 +79,7 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
             from memstore.memory.urls import check_key_used
 
             # A user who names a key believes that the opened memory is encrypted.
-            named = [arguments[name] for name in memories if name in arguments]
-            check_key_used([url for each in named for url in ([each] if isinstance(each, str) else each or ())])
+            check_key_used([url for name in memories for url in _urls(arguments.get(name))])
         with _key_from(key_file):
             report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
             if json:
@@ -102,8 +101,11 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
 
 def _names_memory(annotation: Any) -> bool:
     """Check whether an argument of a verb is the path of a memory, or of several."""
-    names = (getattr(each, "metavar", None) for each in getattr(annotation, "__metadata__", ()))
-    return any(name in ("MEMORY", "MEMORY...", "SOURCE", "TARGET", "[OTHER]", "NEW") for name in names)
+    return any(getattr(each, "callback", None) is lasting for each in getattr(annotation, "__metadata__", ()))
+
+
+def _urls(given: str | Sequence[str] | None) -> list[str]:
+    return [given] if isinstance(given, str) else [*(given or ())]
 
 
 @contextmanager
@@ -228,20 +230,23 @@ def _value(field: Field[Any], given: Any) -> Any:
     return given
 
 
-def lasting(url: str) -> str:
-    """Return ``url``, unless its memory would vanish when the command ends."""
-    if url.startswith("ram:"):
-        raise InvalidArgument(
-            f"{url} would be lost when this command ends. Name a folder (./{url} for a folder of this name)."
-        )
-    return url
+def lasting(given: Any) -> Any:
+    """Return the url, or urls, of an argument for memories, unless one would vanish when the command ends."""
+    for url in _urls(given):
+        if url.startswith("ram:"):
+            raise InvalidArgument(
+                f"{url} would be lost when this command ends. Name a folder (./{url} for a folder of this name)."
+            )
+    return given
 
 
-MemoryUrl = Annotated[
-    str, typer.Argument(metavar="MEMORY", help="Path of the memory.", show_default=False, callback=lasting)
-]
+def argument(metavar: str, told: str, *, memory: bool = False) -> Any:
+    """Describe a positional argument; with ``memory``, the path of a memory, or of several."""
+    return typer.Argument(metavar=metavar, help=told, show_default=False, callback=lasting if memory else None)
 
-DocumentArgument = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of the document.", show_default=False)]
+
+MemoryUrl = Annotated[str, argument("MEMORY", "Path of the memory.", memory=True)]
+DocumentArgument = Annotated[str, argument("DOCUMENT", "Name of the document.")]
 
 BlockSize = Annotated[
     int | None, typer.Option(min=1, help="Tokens in a block. Default: that of the memory. 64 for a new one.")

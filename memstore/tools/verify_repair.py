@@ -64,18 +64,16 @@ def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int | None, int |
     Return whether it can be opened, the findings, and its numbers of documents and tokens (None if the key is missing).
     Also return the first and last blocks of the gaps in documents.
     """
+    from memstore.memory.urls import on_disk
+    from memstore.memory.verify import in_child
+
     try:
         opened = memstore.open(memory, mode="r")
     except WrongKey:
-        from memstore.memory.verify import in_child
-
         if os.environ.get(KEY_VARIABLE):
             raise
         return True, [asdict(finding) for finding in in_child(memory)], None, None, {}
     except DamagedError as error:
-        from memstore.memory.urls import on_disk
-        from memstore.memory.verify import in_child
-
         if not on_disk(memory):
             raise
         # It cannot be opened for use, but parts of it may still be read and named.
@@ -120,7 +118,7 @@ To = Annotated[
         metavar="NEW",
         help="Leave MEMORY unchanged, and save its readable part into a new memory. Also works if MEMORY cannot be "
         "opened.",
-        callback=lambda url: None if url is None else lasting(url),
+        callback=lasting,
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Make the changes. Without it, nothing is changed.")]

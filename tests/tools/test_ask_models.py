@@ -47,8 +47,7 @@ def test_what_was_read_is_shown_and_asked_and_needs_only_the_memory(
     path = tmp_path / "log.mem"
     done = cli("read", text, path, "--model", folders[kind], "--json")
     assert done.code == 0, done.err
-    assert (done.json["tokens"], done.json["new_tokens"]) == (len(TEXT), len(TEXT))
-    assert done.json["documents"][0]["document"] == "log"
+    assert (done.json["document"], done.json["tokens"], done.json["new_tokens"]) == ("log", len(TEXT), len(TEXT))
     size = cli("show", path, "log", 1, "--json").json["tokens"]
     assert cli("show", path, "log", 1, "--json").json["text"] == TEXT[size : 2 * size]
 

@@ -26,7 +26,7 @@ def read(path: Path) -> tuple[str, list[str]]:
 
 
 def read_folder(folder: Path) -> ReadPlan:
-    return plan_of(list(find([str(folder)])), None, None, encoding=None, alone=False)
+    return plan_of(list(find([str(folder)])), {}, None, encoding=None, alone=False)
 
 
 PAGE = "<html><head>{}</head><body><p>All of it.</p></body></html>"

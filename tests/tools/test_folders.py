@@ -319,7 +319,7 @@ def test_a_single_file_that_changed_is_read_again(cli: Cli, tmp_path: Path, mode
     assert cli("read", file, path, "--model", model_folder, "--block-size", 16).code == 0
     file.write_text("The key hangs in the shed. " * 4 + "It is gone.")
     again = cli("read", file, path, "--json").json
-    assert (again["documents"][0]["document"], again["reused_tokens"]) == ("note", 96)
+    assert (again["document"], again["reused_tokens"]) == ("note", 96)
     assert texts(path)["note"] == file.read_text()
 
 
@@ -348,7 +348,7 @@ def test_a_pipe_is_not_called_empty(cli: Cli, tmp_path: Path, model_folder: Path
 def test_an_empty_file_of_a_folder_is_passed_over_and_one_that_is_no_text_is_named(tmp_path: Path) -> None:
     for name, content in (("empty.md", b" \n"), ("broken.md", b"\xfd\xfe\xff"), ("whole.md", b"Words.\n")):
         (tmp_path / name).write_bytes(content)
-    plan = plan_of(list(find([str(tmp_path)])), None, None, encoding="utf-8", alone=False)
+    plan = plan_of(list(find([str(tmp_path)])), {}, None, encoding="utf-8", alone=False)
     assert plan.passed_over == [{"path": str(tmp_path / "empty.md"), "reason": "empty"}]
     assert [Path(each["path"]).name for each in plan.bad] == ["broken.md"]
     assert [each.content for each in plan.read] == ["Words.\n"]

@@ -49,7 +49,8 @@ class Shelf:
         except NotFound:
             if not create:
                 raise
-            reading, loaded = self._load(self.model or SMOLLM2, "auto")
+            reading = self.model or SMOLLM2
+            loaded = self._load(reading, "auto")
             with closing(opened_when_free(attached(loaded, url, document=None))) as reader:
                 record_model(reader.memory, reading, loaded)
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
@@ -57,7 +58,7 @@ class Shelf:
             own.enter_context(memory)
             place = own.enter_context(OpenFolder(url))
             answers = chosen_name(memory, self.model)
-            _, loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
+            loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
             several = kind_of(loaded.model).reader_class().several
             first = None if several else [document.name for document in memory.documents()[:1]]  # requests name theirs
             asked = chosen_documents(loaded.model, memory, first or None)
@@ -114,10 +115,10 @@ class Shelf:
             )
         return self.open(str(place), name, create=True)
 
-    def _load(self, name: str, dtype: str) -> tuple[str, LoadedModel]:
+    def _load(self, name: str, dtype: str) -> LoadedModel:
         if (name, dtype) not in self._loaded:
             self._loaded[name, dtype] = load_model(name, dtype, device=self.device)
-        return name, self._loaded[name, dtype]
+        return self._loaded[name, dtype]
 
 
 def name_of(url: str) -> str:

@@ -110,8 +110,8 @@ class Inspector:
         self._words = data.Words(memory)
         self._write_token = secrets.token_urlsafe(24) if allow_write else None
         self._box = AskBox(memory, hosts=hosts, allow_write=allow_write)
-        asking = {"asking": PATHS if data.can_ask(memory) else ()}
-        self.app = Guard(self._routes(), token=self.token, write_token=self._write_token, hosts=hosts, **asking)
+        asking = PATHS if data.can_ask(memory) else ()
+        self.app = Guard(self._routes(), token=self.token, write_token=self._write_token, hosts=hosts, asking=asking)
 
     def warm(self) -> None:
         """Load the tokenizer in a thread, so that it is ready for the first text."""

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from memstore.errors import InvalidArgument, MemstoreError, NotFound, printable
 from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
-from memstore.memory.shared import CHAT, owner_of
+from memstore.memory.shared import owner_of
 from memstore.readers.asking import SAID
 from memstore.tools.ask import search_text
 from memstore.tools.endpoint.shelf import name_of
-from memstore.tools.listing import filled, norm_summary
+from memstore.tools.listing import filled, norm_summary, norms_of
 from memstore.tools.models import chosen_name, kind_named, recorded_name, tokenizer_of
 
 if TYPE_CHECKING:
@@ -107,17 +107,12 @@ class Words:
 
 def overview(memory: Memory, write_token: str | None) -> dict[str, Any]:
     """Return all that the page needs before it shows anything. It reads no states and waits for nothing."""
-    spec = memory.spec
     return {
         "url": printable(memory.url),
-        "model": printable(str(memory.model_info().get("name") or spec.fingerprint.architecture)),
-        "layers": spec.layers,
-        "index_layers": list(spec.index_layers),
-        "block_size": spec.block_size,
+        "index_layers": list(memory.spec.index_layers),
+        "block_size": memory.spec.block_size,
         "can_ask": can_ask(memory),
         "name": name_of(memory.url),
-        "dtype": spec.dtype,
-        "fields": {name: list(shape) for name, shape in spec.fields.items()},
         "write_token": write_token,
     }
 
@@ -160,10 +155,7 @@ def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -
 
     Raises ``NotFound``, ``DamagedError``, and ``InvalidArgument`` for more than ``MOST_BLOCKS``.
     """
-    if not 0 <= start <= stop <= start + MOST_BLOCKS:
-        raise InvalidArgument(
-            f"at most {MOST_BLOCKS} blocks can be requested at once: start <= stop <= start + {MOST_BLOCKS}."
-        )
+    check_part(start, stop, MOST_BLOCKS, "blocks")
     found = document_of(memory, document)
     live = found.blocks
     return {
@@ -177,6 +169,12 @@ def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -
             for block, ids in rows(found, range(start, stop))
         ],
     }
+
+
+def check_part(start: int, stop: int, most: int, what: str) -> None:
+    """Raise ``InvalidArgument`` unless a request is for at most this many blocks or steps."""
+    if not 0 <= start <= stop <= start + most:
+        raise InvalidArgument(f"at most {most} {what} can be requested at once: start <= stop <= start + {most}.")
 
 
 def rows(document: Document, wanted: range) -> list[tuple[int, list[int]]]:
@@ -198,17 +196,13 @@ def block(memory: Memory, words: Words, document: int, block: int, layer: int = 
     found = document_of(memory, document)
     ids = found.tokens(block).tolist()
     size = memory.spec.block_size
-    layers = (found.layer(each).gather([block]) for each in range(memory.spec.layers))
     return {
         "block": block,
         "first_token": block * size,
         "searchable": block in found.complete_blocks,
         "ids": ids,
         "pieces": words.pieces(ids),
-        "norms": [
-            {name: norm_summary(filled(each[0], len(ids), size)) for name, each in of_layer.items()}
-            for of_layer in layers
-        ],
+        "norms": [norms_of(found, each, block, len(ids)) for each in range(memory.spec.layers)],
         "layer": layer,
         "token_norms": _token_norms(found.layer(layer).gather([block]), len(ids), size),
         "landmarks": _landmarks(found, layer, block) if layer in memory.spec.index_layers else None,
@@ -284,8 +278,8 @@ def conversations(memory: Memory) -> dict[str, Any]:
     told = []
     for session, turns in said.items():
         last = [fact for _, fact in sorted(turns, key=lambda turn: turn[0])[-MOST_TURNS:]]
-        shown = [{name: printable(str(fact.get(name, ""))) for name in ("role", "text", "time")} for fact in last]
-        told.append({"session": printable(session), "document": printable(CHAT + session), "turns": shown})
+        shown = [{name: printable(str(fact.get(name, ""))) for name in ("role", "text")} for fact in last]
+        told.append({"session": printable(session), "turns": shown})
     return {"conversations": told}
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound, printable
+from memstore.errors import DamagedError, NotFound, printable
 from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight, uses
-from memstore.tools.inspector.data import Words, document_of, sizes
+from memstore.tools.inspector.data import Words, check_part, document_of, sizes
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -129,10 +129,7 @@ def trace(
 
 
 def _steps(trace: Trace, start: int, stop: int) -> list[Step]:
-    if not 0 <= start <= stop <= start + MOST_STEPS:
-        raise InvalidArgument(
-            f"at most {MOST_STEPS} steps can be requested at once: start <= stop <= start + {MOST_STEPS}."
-        )
+    check_part(start, stop, MOST_STEPS, "steps")
     return [_first_row(step) for step in trace.steps(start, stop)]
 
 
@@ -144,7 +141,6 @@ def _step(step: Step, piece: str | None, layer: int | None, head: int | None) ->
         "number": step.number,
         "token": step.token,
         "piece": piece,
-        "seconds": step.seconds,
         "kept": bool(step.looks),
         "weight": sum(weight for *_, weight in used),
         "blocks": [[printable(name), block, round(weight, 4)] for name, block, weight in used[:MOST_PARTS]],

@@ -42,7 +42,7 @@ export async function* stream(path, asked, signal) {
       const told = event.replace(/^data: /, "");
       if (told === "[DONE]") continue;
       const said = JSON.parse(told);
-      if (said.error) throw Object.assign(new Error(said.error.message), { status: 500 });
+      if (said.error) throw failure(said.error.message, 500);
       yield said;
     }
   }
@@ -65,13 +65,11 @@ async function answer(response) {
     throw new Gone(sessionStorage.getItem("token") === null ? "This tab has no token: open the link that memstore view printed."
       : "This page belongs to a server that has ended. Open the last link that memstore view printed.");
   }
-  if (!response.ok) {
-    const error = new Error(body.error?.message ?? body.message); // the first: as OpenAI has it
-    error.status = response.status;
-    throw error;
-  }
+  if (!response.ok) throw failure(body.error?.message ?? body.message, response.status); // the first: as OpenAI has it
   return body;
 }
+
+const failure = (message, status) => Object.assign(new Error(message), { status });
 
 /** The server is gone, or another one has taken its place. */
 export class Gone extends Error {}

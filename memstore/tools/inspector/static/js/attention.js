@@ -18,16 +18,16 @@ export function parts(steps, names) {
   for (const step of steps) {
     for (const [name, block, share] of step.blocks) {
       const key = `${name}\n${block}`;
-      total.set(key, (total.get(key) ?? 0) + share);
+      total.set(key, { name, block, share: (total.get(key)?.share ?? 0) + share });
     }
   }
-  const several = new Set([...total.keys()].map((key) => key.slice(0, key.lastIndexOf("\n")))).size > 1;
-  const best = [...total.entries()].sort((one, other) => other[1] - one[1]).slice(0, NAMED).map(([key]) => key);
-  const found = best.map((key, place) => {
-    const [name, block] = [key.slice(0, key.lastIndexOf("\n")), Number(key.slice(key.lastIndexOf("\n") + 1))];
-    return { name: several ? `${name} · ${block}` : `block ${block}`, title: `block ${block} of ${name}`, colour: `--block-${place + 1}`,
-      of: (step) => step.blocks.find((each) => each[0] === name && each[1] === block)?.[2] ?? 0 };
-  });
+  const used = [...total.values()].sort((one, other) => other.share - one.share);
+  const several = used.some((each) => each.name !== used[0].name);
+  const best = used.slice(0, NAMED);
+  const found = best.map(({ name, block }, place) => ({
+    name: several ? `${name} · ${block}` : `block ${block}`, title: `block ${block} of ${name}`, colour: `--block-${place + 1}`,
+    of: (step) => step.blocks.find((each) => each[0] === name && each[1] === block)?.[2] ?? 0,
+  }));
   const named = (step) => found.slice(0, best.length).reduce((sum, part) => sum + part.of(step), 0);
   if (total.size > best.length) {
     found.push({ name: `${total.size - best.length} more blocks`, title: "all other blocks that were retrieved", colour: "--block-more",

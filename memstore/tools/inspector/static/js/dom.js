@@ -76,14 +76,14 @@ export function placesOf(text, part, before = "", after = "") {
   return found;
 }
 
-/** `text` as nodes, with every place of `part` in a <mark>; see `placesOf`. */
-export function marked(text, part, before = "", after = "") {
+/** `text` between `from` and `to` as nodes, with its `places` in <mark>s; see `placesOf`. */
+export function marked(text, places, from = 0, to = text.length) {
   const nodes = [];
-  let from = 0;
-  for (const [begin, end] of placesOf(text, part, before, after)) {
-    nodes.push(text.slice(from, begin), h("mark", {}, text.slice(begin, end)));
-    from = end;
+  for (const [begin, end] of places) {
+    const [first, last] = [Math.max(begin, from), Math.min(end, to)];
+    if (first >= last) continue;
+    nodes.push(text.slice(from, first), h("mark", {}, text.slice(first, last)));
+    from = last;
   }
-  nodes.push(text.slice(from));
-  return nodes;
+  return [...nodes, text.slice(from, to)];
 }

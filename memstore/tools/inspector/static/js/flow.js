@@ -5,7 +5,7 @@
 // and removed at both ends as that changes.
 
 import { ink } from "./attention.js";
-import { h, marked, percent } from "./dom.js";
+import { h, marked, percent, placesOf } from "./dom.js";
 import { runs, text as textOf } from "./tokens.js";
 
 const AROUND = 400; // pixels of rows kept above and below the view
@@ -210,7 +210,7 @@ export class Flow {
   words(block) {
     const used = this.picked.get(block.block);
     const around = this.around(block.block);
-    if (!this.same(block)) return marked(block.text, this.marks, ...around);
+    if (!this.same(block)) return marked(block.text, placesOf(block.text, this.marks, ...around));
     return textOf(used, runs(used, this.unit, this.size), this.unit, this.marks, ...around);
   }
 

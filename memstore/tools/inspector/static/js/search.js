@@ -1,6 +1,6 @@
 // Search in a document: for a text, piece by piece, or by what the model finds.
 
-import { at, count, h, marked, short } from "./dom.js";
+import { at, count, h, marked, placesOf, short } from "./dom.js";
 
 export class Search {
   /** `find(text, start)` looks for a text, `ask(text)` asks the model; `go(block)` shows one, `marks(text, blocks)`. */
@@ -60,15 +60,16 @@ export class Search {
         h("button", { type: "button", class: "hit", onclick: () => this.go(each.block) },
           h("span", { class: "where" }, h("b", {}, count(each.block)),
             each.score !== undefined && h("span", { class: "weight" }, short(each.score))),
-          h("span", { class: "text" }, ...marked(around(each.text, query), query)))))),
+          h("span", { class: "text" }, around(each.text, query)))))),
       ...(next !== null && !looking ? [h("button", { type: "button", onclick: () => this.text(query, next) }, "more")] : []),
     );
     this.marks(query, this.matches);
   }
 }
 
-/** The part of `text` around `query`. */
+/** The part of `text` around `query`, which is marked. */
 function around(text, query) {
   const place = query ? text.toLowerCase().indexOf(query.toLowerCase()) : -1;
-  return place > 60 ? `…${text.slice(place - 50)}` : text;
+  const part = place > 60 ? `…${text.slice(place - 50)}` : text;
+  return marked(part, placesOf(part, query));
 }

@@ -3,7 +3,6 @@
 import { at, bytes, count, h, short } from "./dom.js";
 
 const STEPS = 120; // steps drawn
-const SVG = "http://www.w3.org/2000/svg";
 
 /** `answer` is the trace on the page: its tiers, and its latest steps. */
 export function showTiers(answer) {
@@ -31,24 +30,26 @@ export function showTiers(answer) {
 }
 
 function chart(steps, tiers) {
-  const svg = document.createElementNS(SVG, "svg");
   const most = Math.max(1, ...steps.map((step) => step.tiers.reduce((sum, each) => sum + each, 0)));
-  const attributes = { viewBox: `0 0 ${STEPS} 40`, preserveAspectRatio: "none", role: "img", class: "chart",
-    "aria-label": `Blocks retrieved in the last ${steps.length} steps, by tier; at most ${most} in a step` };
-  for (const [name, value] of Object.entries(attributes)) svg.setAttribute(name, value);
+  const svg = drawn("svg", { viewBox: `0 0 ${STEPS} 40`, preserveAspectRatio: "none", role: "img", class: "chart",
+    "aria-label": `Blocks retrieved in the last ${steps.length} steps, by tier; at most ${most} in a step` });
   steps.forEach((step, x) => {
     let y = 40;
     step.tiers.forEach((entries, tier) => {
       if (!entries) return;
       const height = (40 * entries) / most;
-      const bar = document.createElementNS(SVG, "rect");
       y -= height;
-      const place = { x, y, width: 0.85, height, class: tiers[tier] };
-      for (const [name, value] of Object.entries(place)) bar.setAttribute(name, value);
-      svg.append(bar);
+      svg.append(drawn("rect", { x, y, width: 0.85, height, class: tiers[tier] }));
     });
   });
   return svg;
+}
+
+/** An element of a picture. */
+function drawn(tag, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
 }
 
 function mean(steps, name) {

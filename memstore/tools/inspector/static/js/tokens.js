@@ -4,7 +4,7 @@
 // Marks differ by more than colour: chosen tokens have a solid line below, missed ones a dashed frame.
 
 import { ink } from "./attention.js";
-import { h, percent, placesOf, short } from "./dom.js";
+import { h, marked, percent, placesOf, short } from "./dom.js";
 
 const AROUND = 8; // tokens before and after one in a list
 const LISTED = 12; // tokens in a list
@@ -56,17 +56,7 @@ export function text(block, found, unit, part, before, after) {
   const places = placesOf(words, part, before, after);
   const begins = [0];
   for (const piece of block.pieces) begins.push(begins.at(-1) + piece.length);
-  const plain = (from, to) => {
-    const nodes = [];
-    let at = from;
-    for (const [begin, end] of places) {
-      const [first, last] = [Math.max(begin, at), Math.min(end, to)];
-      if (first >= last) continue;
-      nodes.push(words.slice(at, first), h("mark", {}, words.slice(first, last)));
-      at = last;
-    }
-    return [...nodes, words.slice(at, to)];
-  };
+  const plain = (from, to) => marked(words, places, from, to);
   const nodes = [];
   let next = 0;
   for (const run of found) {
