@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from memstore.attention.layers import States
 from memstore.errors import InvalidArgument
 from memstore.memory.trace_file import Array, Look
 from memstore.models.packing import Packing
@@ -18,8 +19,6 @@ from memstore.readers.observer import Choice, Observer, Origin
 
 OnError = Literal["raise", "miss"]
 """How a stored block that cannot be read is handled: raise an error, or leave it out of the list."""
-States = tuple[Tensor, Tensor]
-"""Keys and values of a layer, ``[B, G, n, D]`` each."""
 
 
 def of_rows(layers: Sequence[States | None], rows: Tensor) -> list[States | None]:

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.gca import ListStates
+from memstore.attention.layers import States
 from memstore.device_copies import numbers
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.cache import CountedCache, States, behind_zeros, of_rows
+from memstore.models.cache import CountedCache, behind_zeros, of_rows
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse
 

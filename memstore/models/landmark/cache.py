@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
+from memstore.attention.layers import States, after
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.device_copies import alike, from_each, numbers, to_device
 from memstore.errors import InvalidArgument
-from memstore.models.cache import CountedCache, States, of_rows
+from memstore.models.cache import CountedCache, of_rows
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.retrieval import (
     FOREVER,
@@ -105,9 +106,7 @@ class WindowCache(CountedCache):
         assert self._turns is not None
         rotary = self.config.rotary
         q, k = rotary.rotate(q, self._turns), rotary.rotate(k, self._turns)
-        past = self.states[layer]
-        if past is not None:
-            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        k, v = after(self.states[layer], (k, v))
         self.states[layer] = (k.detach(), v.detach())
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible, enable_gqa=q.shape[1] != k.shape[1])
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memstore.attention.knn import KNNAttention, Neighbours, Tell, TokenMemory, after
+from memstore.attention.knn import KNNAttention, Neighbours, Tell, TokenMemory
 from memstore.attention.knn_memory import RecentTokens, check_row
+from memstore.attention.layers import States, after
 from memstore.device_copies import from_each
 from memstore.errors import InvalidArgument
 from memstore.memory.trace_file import TIERS, Array, Look
-from memstore.models.cache import ModelCache, States, behind_zeros, of_rows
+from memstore.models.cache import ModelCache, behind_zeros, of_rows
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 

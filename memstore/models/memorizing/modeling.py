@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
+from memstore.attention.knn import KNNAttention, Tell, TokenMemory, WindowAttention
+from memstore.attention.layers import States
 from memstore.device_copies import to_device
 from memstore.models.causal import CausalLM, Decoder, make_known, uncompiled
 from memstore.models.memorizing.cache import MemorizingCache
