@@ -414,6 +414,7 @@ class DRTForCausalLM(CausalLM):
     config: DRTConfig
     config_class = DRTConfig
     decoder_class = DRTModel
+    cache_class = DRTCache
     _no_split_modules = ["LowerLayer", "_UpperLayer", "EncoderLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     @torch.no_grad()
@@ -453,7 +454,7 @@ class DRTForCausalLM(CausalLM):
         ``shared``: in training, further blocks to choose from. ``output_retrieval``: return the chosen lists too.
         """
         self.check_tokens(input_ids, attention_mask, **kwargs)
-        cache = self.going_on(past_key_values, DRTCache, input_ids, use_cache)
+        cache = self.going_on(past_key_values, input_ids, use_cache)
         if shared is not None:
             if cache is not None:
                 raise InvalidArgument("shared blocks cannot be used with a cache; pass use_cache=False")

@@ -181,6 +181,7 @@ class HilsForCausalLM(StreamCausalLM):
     config: HilsConfig
     config_class = HilsConfig
     decoder_class = HilsModel
+    cache_class = HilsCache
     _no_split_modules = ["_HilsLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     @torch.no_grad()
@@ -197,9 +198,6 @@ class HilsForCausalLM(StreamCausalLM):
             suppressed = options.get("suppress_tokens") or getattr(given, "suppress_tokens", None) or []
             options["suppress_tokens"] = [*suppressed, *beyond]
         return super().generate(*args, **options)
-
-    def new_cache(self, rows: int) -> HilsCache:
-        return HilsCache(self.config, rows)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         # Rows lie at the beginning of their streams, and no item sees a later one. So padding needs no mask.

@@ -406,10 +406,9 @@ class LandmarkForCausalLM(StreamCausalLM):
             raise InvalidArgument(f"ramp must be from 0 to 1, not {value}")
         self.model.ramp = float(value)
 
-    def new_cache(self, rows: int) -> Past:
-        if self.config.attention != "landmark":
-            return WindowCache(self.config, rows)
-        return LandmarkCache(self.config, rows)
+    @property
+    def cache_class(self) -> type[Past]:
+        return LandmarkCache if self.config.attention == "landmark" else WindowCache
 
     # `model(ids)` computes the same as training: landmark attention at true positions over everything. With
     # `use_cache`, and in `generate`, segments retrieve and have stingy positions. This is another function once there
