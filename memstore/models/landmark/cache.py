@@ -124,9 +124,7 @@ class WindowCache(CountedCache):
             ]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
-        self.rows = len(beam_idx)
-        self.counts = [self.counts[row] for row in beam_idx.tolist()]
+        super().reorder_cache(beam_idx)
         self.places = None if self.places is None else self.places[beam_idx.to(self.places.device)]
         self.states = of_rows(self.states, beam_idx)
 
@@ -422,13 +420,10 @@ class LandmarkCache(CountedCache):
         self.counts = [count + tokens for count in self.counts]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         rows = beam_idx.cpu()
         if torch.equal(rows, torch.arange(self.rows)):
             return
-        self.check_order(rows.tolist())
-        self.rows = len(rows)
-        self.counts = [self.counts[row] for row in rows.tolist()]
+        super().reorder_cache(rows)
         self.blocks, self.items = self.blocks[rows], self.items[rows]
         self._segment, self._run = self._segment[rows], self._run[rows]
         self.table.reorder(rows, beam_idx)

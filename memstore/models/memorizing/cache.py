@@ -155,12 +155,11 @@ class MemorizingCache(ModelCache):
             self.empty[row] = self.past
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         if self.memory is not None and not isinstance(self.memory, RecentTokens):
             raise InvalidArgument(
                 "beams cannot share the documents of a store: generate without beams, or without a store"
             )
-        self.rows = len(beam_idx)
+        super().reorder_cache(beam_idx)
         self.waiting = [list(self.waiting[row]) for row in beam_idx.tolist()]
         if isinstance(self.memory, RecentTokens):
             self.memory.reorder(beam_idx)
