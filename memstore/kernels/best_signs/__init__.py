@@ -134,11 +134,6 @@ def _pack(keys: Tensor, words: Tensor) -> bool:
     return bool((keys.abs() == 1).all())
 
 
-def problem() -> str | None:
-    """Say why the fast back end is not available, and what to do; None if it is."""
-    return _library.problem()
-
-
 def _load(source: Path) -> ctypes.CDLL:
     if not native.processor().issuperset(VECTORS):
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 BW; use 'auto'")
@@ -146,3 +141,4 @@ def _load(source: Path) -> ctypes.CDLL:
 
 
 _library = native.Library(__file__, _load)
+problem = _library.problem
