@@ -14,6 +14,7 @@ from memstore.device_copies import numbers
 States = tuple[Tensor, Tensor]
 """Keys and values of a layer, ``[B, G, n, D]`` each."""
 
+
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` that takes about half the time on a CPU if no gradients are needed."""
 
