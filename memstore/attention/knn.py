@@ -20,14 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memstore.attention.layers import merged
+from memstore.attention.layers import States, after, merged
 from memstore.attention.positions import t5_buckets
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
-
-States = tuple[Tensor, Tensor]
-"""Keys and values ``[B, G, n, D]``."""
 
 FIRST_SCALE = 10.0
 """The factor on scores at the start of learning. It is large because cosines lie close together."""
@@ -236,10 +233,3 @@ def products(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     groups = (torch.arange(heads, device=ids.device) // (heads // keys.shape[1]))[:, None, None]
     found = keys[rows, groups, ids.clamp(min=0)]  # [B, H, T, K, D]
     return torch.einsum("bhtd,bhtkd->bhtk", queries.to(found.dtype), found).masked_fill(ids < 0, -torch.inf)
-
-
-def after(past: States | None, states: States) -> States:
-    """Join states that follow one another."""
-    if past is None:
-        return states
-    return torch.cat([past[0], states[0]], 2), torch.cat([past[1], states[1]], 2)

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from memstore.device_copies import numbers
 
+States = tuple[Tensor, Tensor]
+"""Keys and values of a layer, ``[B, G, n, D]`` each."""
+
 
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` that takes about half the time on a CPU if no gradients are needed."""
@@ -86,6 +89,13 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     wide = x if turns.dtype == torch.complex128 else x.float()
     turned = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * turns
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def after(past: States | None, states: States) -> States:
+    """Join states that follow one another."""
+    if past is None:
+        return states
+    return torch.cat([past[0], states[0]], 2), torch.cat([past[1], states[1]], 2)
 
 
 def merged(x: Tensor) -> Tensor:

@@ -58,13 +58,17 @@ class Rotary:
         Angles are computed in float64, so they are as good at position 100,000,000 as at 0. ``dtype`` is the dtype of
         the states to rotate. Half types are rotated in float32.
         """
-        powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=positions.device) / self.dim
-        angles = positions.unsqueeze(-1) * self.theta**-powers
+        angles = positions.unsqueeze(-1) * self.frequencies(positions.device)
         cos, sin = angles.cos(), angles.sin()
         wide = torch.promote_types(dtype, torch.float32)
         if self.interleaved:
             return Turns(_beside(cos, cos).to(wide), _beside(-sin, sin).to(wide))
         return Turns(torch.cat([cos, cos], -1).to(wide), torch.cat([-sin, sin], -1).to(wide))
+
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Return the angles of the pairs at position 1, ``[D / 2]`` float64; 0 for pairs that do not turn."""
+        powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
+        return torch.as_tensor(self.theta**-powers)
 
     def rotate(self, x: Tensor, turns: Turns) -> Tensor:
         """Rotate ``x [..., D]`` by turns that broadcast."""

@@ -26,11 +26,14 @@ def shapes(**tensors: Tensor) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
-def check_grouped(q: Tensor, k: Tensor, v: Tensor, *, heads: int = 1) -> None:
+def check_grouped(q: Tensor, k: Tensor, v: Tensor, form: str, *, heads: int = 1) -> None:
     """Check queries against keys and values: one batch, ``H`` a multiple of ``G`` (dimension ``heads``), one ``D``.
 
-    ``D`` is the last dimension; all others of keys and values are the same.
+    ``D`` is the last dimension, the third from ``heads`` on; all others of keys and values are the same. ``form`` says
+    so in an error.
     """
+    if {q.dim(), k.dim(), v.dim()} != {heads + 3}:
+        raise InvalidArgument(f"expected {form}, got {shapes(q=q, k=k, v=v)}")
     fit = len(k) == len(q) and k.shape[-1] == q.shape[-1] and k.shape[:-1] == v.shape[:-1]
     if not fit or not k.shape[heads] or q.shape[heads] % k.shape[heads]:
         raise InvalidArgument(f"H must be a multiple of G, and the shapes must agree; got {shapes(q=q, k=k, v=v)}")

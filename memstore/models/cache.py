@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from memstore.attention.layers import States
 from memstore.errors import InvalidArgument
 from memstore.memory.trace_file import Array, Look
 from memstore.models.packing import Packing
@@ -18,8 +19,6 @@ from memstore.readers.observer import Choice, Observer, Origin
 
 OnError = Literal["raise", "miss"]
 """How a stored block that cannot be read is handled: raise an error, or leave it out of the list."""
-States = tuple[Tensor, Tensor]
-"""Keys and values of a layer, ``[B, G, n, D]`` each."""
 
 
 def of_rows(layers: Sequence[States | None], rows: Tensor) -> list[States | None]:
@@ -101,12 +100,16 @@ class ModelCache:
         for observer in self.observers:
             observer.choice(choice)
 
-    def check_order(self, rows: list[int]) -> None:
-        """Raise ``InvalidArgument`` if ``rows`` would change places under an observer, who knows rows by number."""
-        if self.observers and rows != list(range(self.rows)):
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated.
+
+        Raises ``InvalidArgument`` if rows would change places under an observer, who knows rows by number.
+        """
+        if self.observers and beam_idx.tolist() != list(range(self.rows)):
             raise InvalidArgument(
                 "a traced cache keeps the order of its rows: generate without beams, or without a trace"
             )
+        self.rows = len(beam_idx)
 
     def fits(self, config: PreTrainedConfig) -> bool:
         """Return whether a model of this configuration may continue with this cache."""
@@ -142,6 +145,10 @@ class CountedCache(ModelCache):
     def offsets(self) -> list[int]:
         """Return how many tokens wait in the incomplete block of each row."""
         return [count % self.config.tokens_per_block for count in self.counts]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.counts = [self.counts[row] for row in beam_idx.tolist()]
 
     def count(self, packing: Packing) -> None:
         """Count the tokens of a segment that has been processed."""

@@ -19,7 +19,6 @@ from memstore.readers.caches import CACHE, takes_cache, with_cache
 WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
 """Options of ``from_pretrained`` that say where a checkpoint is."""
 Function = TypeVar("Function", bound=Callable[..., Any])
-Cache = TypeVar("Cache", bound=ModelCache)
 
 
 def uncompiled(function: Function) -> Function:
@@ -100,6 +99,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     config_class: Any
     decoder_class: Any
     """The class of ``model``."""
+    cache_class: Any
+    """The class of its caches."""
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # transformers reads these from the class
@@ -134,6 +135,32 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    @takes_cache
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Compute logits; see the class."""
+        self.check_tokens(input_ids, attention_mask, **kwargs)
+        past = self.going_on(past_key_values, input_ids, use_cache)
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+        hidden = self.hidden(input_ids, mask, past)
+        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, past))
+
+    def hidden(self, input_ids: Tensor, mask: Tensor | None, past: Any) -> Tensor:
+        """Return hidden states ``[B, T, hidden]`` of tokens that continue ``past``, or of texts from their beginning.
+
+        ``mask [B, T]`` is False on padding.
+        """
+        raise NotImplementedError
 
     @takes_cache
     def prepare_inputs_for_generation(
@@ -208,31 +235,37 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 f"expected an attention mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}"
             )
 
-    def going_on(
-        self, past: Cache | None, kind: type[Cache], input_ids: Tensor, use_cache: bool | None
-    ) -> Cache | None:
-        """Return the cache that a call continues: ``past``, which must fit, or a new one if one is wanted."""
-        if past is not None:
-            self.check_cache(past, kind, input_ids)
-        elif (self.config.use_cache and not self.training) if use_cache is None else use_cache:
-            past = kind(self.config, len(input_ids))
-            past.belong_to(self.model)
-        return past
+    def new_cache(self, rows: int) -> Any:
+        """Return an empty cache for ``rows`` texts."""
+        return self.cache_class(self.config, rows)
 
-    def check_cache(self, cache: ModelCache, kind: type[ModelCache], input_ids: Tensor) -> None:
-        """Take the cache over. Raise ``InvalidArgument`` for another kind, size, configuration or model."""
-        if not isinstance(cache, kind):
+    def wants_cache(self, use_cache: bool | None) -> bool:
+        """Return whether a call with this ``use_cache`` begins a cache."""
+        return bool((self.config.use_cache and not self.training) if use_cache is None else use_cache)
+
+    def going_on(self, past: Any, input_ids: Tensor, use_cache: bool | None) -> Any:
+        """Return the cache that a call continues: ``past``, or a new one if one is wanted. It belongs to this model.
+
+        Raises ``InvalidArgument`` for a cache of another kind, size, configuration or model.
+        """
+        if past is None and self.wants_cache(use_cache):
+            past = self.new_cache(len(input_ids))
+        if past is None:
+            return None
+        if not isinstance(past, self.cache_class):
             raise InvalidArgument(
-                f"a {type(self).__name__} needs past_key_values of type {kind.__name__}, not {type(cache).__name__}"
+                f"a {type(self).__name__} needs past_key_values of type {self.cache_class.__name__}, not "
+                f"{type(past).__name__}"
             )
-        if cache.rows != len(input_ids):
+        if past.rows != len(input_ids):
             raise InvalidArgument(
-                f"past_key_values has {cache.rows} rows, but input_ids has {len(input_ids)}. Make a cache with "
+                f"past_key_values has {past.rows} rows, but input_ids has {len(input_ids)}. Make a cache with "
                 "one row for each sequence, also for each beam"
             )
-        if not cache.fits(self.config):
+        if not past.fits(self.config):
             raise InvalidArgument("past_key_values was made for a model with another configuration: make a new cache")
-        cache.belong_to(self.model)
+        past.belong_to(self.model)
+        return past
 
 
 def make_known(*models: type[CausalLM]) -> None:
@@ -243,35 +276,17 @@ def make_known(*models: type[CausalLM]) -> None:
 
 
 class StreamCausalLM(CausalLM):
-    """A model with landmarks in its stream: a text at once without a cache, and segment by segment with one."""
+    """A model with landmarks in its stream: a text at once without a cache, and segment by segment with one.
 
-    @takes_cache
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Compute logits; see ``CausalLM``. ``use_cache`` is off by default.
+    ``use_cache`` is off by default. With a cache, tokens are processed in the dtype of the weights, even under
+    ``torch.autocast``.
+    """
 
-        With a cache, tokens are processed in the dtype of the weights, even under ``torch.autocast``.
-        """
-        self.check_tokens(input_ids, attention_mask, **kwargs)
-        past = past_key_values
-        if past is None and use_cache:
-            past = self.new_cache(len(input_ids))
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        hidden = self._whole(input_ids, mask) if past is None else self._continued(input_ids, mask, past)
-        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, past))
+    def wants_cache(self, use_cache: bool | None) -> bool:
+        return bool(use_cache)
 
-    def new_cache(self, rows: int) -> Any:
-        """Return an empty cache for ``rows`` texts."""
-        raise NotImplementedError
+    def hidden(self, input_ids: Tensor, mask: Tensor | None, past: Any) -> Tensor:
+        return self._whole(input_ids, mask) if past is None else self._continued(input_ids, mask, past)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         """Return hidden states ``[B, T, hidden]`` of texts from their beginning, in one pass."""
@@ -282,7 +297,6 @@ class StreamCausalLM(CausalLM):
     @uncompiled
     def _continued(self, input_ids: Tensor, mask: Tensor | None, past: Any) -> Tensor:
         """Return hidden states ``[B, T, hidden]`` of tokens that continue ``past``."""
-        self.check_cache(past, type(self.new_cache(1)), input_ids)
         past.tell_begin(input_ids)
         with torch.autocast(input_ids.device.type, enabled=False):
             hidden = self._segments(input_ids, mask, past)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from memstore.attention.knn import KNNAttention, Neighbours, States, WindowAttention, after
+from memstore.attention.knn import KNNAttention, Neighbours, WindowAttention
 from memstore.attention.knn_memory import RUN, RecentTokens, largest
-from memstore.attention.layers import merged
+from memstore.attention.layers import States, after, merged
 from memstore.attention.positions import t5_buckets
 from memstore.errors import InvalidArgument
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.kernels._backends import first_able
 
 Backend = Literal["auto", "reference", "torch", "native"]
 LARGEST_DIM = 1024
@@ -48,12 +49,8 @@ def best_products(
         raise InvalidArgument(
             f"out must be contiguous float32 {list(shape)} on the CPU, got {out.dtype} {list(out.shape)}, {out.device}"
         )
-    if backend == "auto":
-        choices: tuple[Backend, ...] = ("native", "torch")
-        backend = next((each for each in choices if backend_problem(each, codes.shape[2]) is None), "reference")
-    elif problem := backend_problem(backend, codes.shape[2]):
-        raise InvalidArgument(f"backend {backend!r} {problem}")
-    match backend:
+    choices: tuple[Backend, ...] = ("native", "torch", "reference")
+    match first_able(backend, choices, lambda each: backend_problem(each, codes.shape[2])):
         case _ if not out.numel():
             pass
         case "native":

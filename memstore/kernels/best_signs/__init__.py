@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import native
-from memstore.kernels._backends import check_device
+from memstore.kernels._backends import check_device, first_able
 from memstore.kernels.best_codes import reference as best_codes
 
 Backend = Literal["auto", "reference", "native"]
@@ -95,12 +95,12 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
     if queries.dim() != 2 or queries.shape[1] != signs.dim or not queries.is_floating_point():
         raise InvalidArgument(f"expected queries [R, {signs.dim}] floating point, got {tuple(queries.shape)}")
     check_device(words=signs.words, queries=queries)
-    if backend == "native" and (reason := problem()):
-        raise InvalidArgument(f"backend 'native' {reason}")
+    choices: tuple[Backend, ...] = ("native", "reference")
+    backend = first_able(backend, choices, lambda each: problem() if each == "native" else None)
     out = torch.empty(len(signs.words), len(queries), dtype=torch.float32)
     if not out.numel():
         return out
-    if backend == "reference" or problem() is not None:
+    if backend == "reference":
         return out.copy_(best_codes(signs.unpacked().to(torch.int8), queries.double()).T)
     threads = min(torch.get_num_threads(), 1 + signs.words.numel() // WORDS_PER_THREAD)
     sizes = (*signs.words.shape[:2], *reversed(queries.shape), threads)
@@ -134,11 +134,6 @@ def _pack(keys: Tensor, words: Tensor) -> bool:
     return bool((keys.abs() == 1).all())
 
 
-def problem() -> str | None:
-    """Say why the fast back end is not available, and what to do; None if it is."""
-    return _library.problem()
-
-
 def _load(source: Path) -> ctypes.CDLL:
     if not native.processor().issuperset(VECTORS):
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 BW; use 'auto'")
@@ -146,3 +141,4 @@ def _load(source: Path) -> ctypes.CDLL:
 
 
 _library = native.Library(__file__, _load)
+problem = _library.problem

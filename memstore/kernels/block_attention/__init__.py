@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels._backends import check_grouped, check_known, shapes
+from memstore.kernels._backends import check_grouped, check_known
 
 Backend = Literal["auto", "reference", "torch"]
+FORM = "q [B, H, T, D] and k, v [B, G, N, D]"
 
 
 def block_attention(
@@ -51,7 +52,7 @@ def block_attention(
         InvalidArgument: shapes do not fit, or the back end is unknown or does not support them.
     """
     k, v = _flat(k), _flat(v)
-    _check(q, k, v)
+    check_grouped(q, k, v, FORM)
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise InvalidArgument(f"mask must be boolean or floating point, got {mask.dtype}")
     from memstore.kernels.block_attention import fused
@@ -85,7 +86,7 @@ def attend(
     from memstore.kernels.block_attention import fused
 
     k, v = _flat(k), _flat(v)
-    _check(q, k, v)
+    check_grouped(q, k, v, FORM)
     if mask is not None and mask.shape[-1] > k.shape[2]:
         raise InvalidArgument(f"the mask covers {mask.shape[-1]} keys, but there are {k.shape[2]} keys")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -119,12 +120,6 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 def _flat(x: Tensor) -> Tensor:
     """Return ``[B, G, K, S, D]`` as ``[B, G, K * S, D]``."""
     return x.flatten(2, 3) if x.dim() == 5 else x
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise InvalidArgument(f"expected q [B, H, T, D] and k, v [B, G, N, D], got {shapes(q=q, k=k, v=v)}")
-    check_grouped(q, k, v)
 
 
 def _reference(

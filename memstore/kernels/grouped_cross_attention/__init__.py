@@ -111,16 +111,11 @@ def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor) -> None:
-    if q.dim() != 5 or k.dim() != 5 or v.dim() != 5 or blocks.dim() != 3:
-        raise InvalidArgument(
-            "expected q [B, C, H, T, D], k and v [B, N, G, S, D] and blocks [B, C, K], "
-            f"got {shapes(q=q, k=k, v=v, blocks=blocks)}"
-        )
-    check_grouped(q, k, v, heads=2)
+    check_grouped(q, k, v, "q [B, C, H, T, D] and k, v [B, N, G, S, D]", heads=2)
     check_device(q=q, k=k, v=v, weights=weights, blocks=blocks)
     if blocks.dtype not in INTEGERS:
         raise InvalidArgument(f"blocks must be int32 or int64, got {blocks.dtype}")
-    if blocks.shape != weights.shape or blocks.shape[:2] != q.shape[:2]:
+    if blocks.dim() != 3 or blocks.shape != weights.shape or blocks.shape[:2] != q.shape[:2]:
         raise InvalidArgument(
             f"blocks and weights must be [B, C, K] with B, C = {tuple(q.shape[:2])}, "
             f"got {tuple(blocks.shape)} and {tuple(weights.shape)}"

@@ -139,5 +139,5 @@ def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int)
 def _check(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.shape != k.shape or u.shape != q.shape or q.shape[2] != k.shape[2]:
         raise InvalidArgument(f"expected q, u [B, H, T, D] and k, v [B, G, T, D], got {shapes(q=q, k=k, v=v, u=u)}")
-    check_grouped(q, k, v)
+    check_grouped(q, k, v, "q [B, H, T, D] and k, v [B, G, T, D]")
     check_device(q=q, k=k, v=v, u=u)

@@ -176,7 +176,7 @@ def window_attention(
         ``[B, H, M, D]`` in the dtype of ``q`` and ``[B, H, M]`` in float32 or better; 0 and -inf for queries that see
         nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for arguments that do not fit.
     """
-    check_grouped(q, k, v)
+    check_grouped(q, k, v, "q [B, H, M, D] and k, v [B, G, T, D]")
     check_sizes(block_size, window)
     if q.shape[2] > k.shape[2] or first < 0:
         raise InvalidArgument(

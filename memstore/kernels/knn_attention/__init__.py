@@ -138,12 +138,8 @@ def _factors(q: Tensor, scale: float | Tensor | None) -> Tensor:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
 ) -> None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or ids.dim() != 4:
-        raise InvalidArgument(
-            f"expected q [B, H, T, D], k and v [B, G, N, D] and ids [B, H, T, K], got {shapes(q=q, k=k, v=v, ids=ids)}"
-        )
-    check_grouped(q, k, v)
-    if ids.dtype not in INTEGERS or ids.shape[:3] != q.shape[:3]:
+    check_grouped(q, k, v, "q [B, H, T, D] and k, v [B, G, N, D]")
+    if ids.dtype not in INTEGERS or ids.dim() != 4 or ids.shape[:3] != q.shape[:3]:
         raise InvalidArgument(
             f"ids must be int32 or int64 [B, H, T, K] with B, H, T = {tuple(q.shape[:3])}, "
             f"got {ids.dtype} of {tuple(ids.shape)}"

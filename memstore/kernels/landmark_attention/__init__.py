@@ -139,11 +139,7 @@ def _triton_problem(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise InvalidArgument(
-            f"expected q [B, H, Tq, D], k [B, G, Tk, D] and v [B, G, Tk, Dv], got {shapes(q=q, k=k, v=v)}"
-        )
-    check_grouped(q, k, v)
+    check_grouped(q, k, v, "q [B, H, Tq, D], k [B, G, Tk, D] and v [B, G, Tk, Dv]")
     check_device(q=q, k=k, v=v)
     if q.shape[2] > k.shape[2]:
         raise InvalidArgument(

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.gca import ListStates
+from memstore.attention.layers import States
 from memstore.device_copies import numbers
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.cache import CountedCache, States, behind_zeros, of_rows
+from memstore.models.cache import CountedCache, behind_zeros, of_rows
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse
 
@@ -122,11 +123,7 @@ class DRTCache(CountedCache):
             self.tell(self.in_use.choice(group, packing, lookup))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
-        rows = beam_idx.tolist()
-        self.check_order(rows)
-        self.rows = len(rows)
-        self.counts = [self.counts[row] for row in rows]
+        super().reorder_cache(beam_idx)
         self.table.reorder(beam_idx)
         pick = beam_idx.to
         self.windows = of_rows(self.windows, beam_idx)

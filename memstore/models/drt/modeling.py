@@ -29,12 +29,11 @@ from memstore.attention.gca import (
     TopBlocks,
     weighed,
 )
-from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotary, rotate
+from memstore.attention.layers import RMSNorm, States, SwiGLU, after, merged, rotary, rotate
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.device_copies import numbers
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.cache import States
 from memstore.models.causal import CausalLM, Decoder, make_known, uncompiled
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
@@ -78,8 +77,7 @@ class SelfAttention(nn.Module):
             qk = rotate(qk, sight.turns)
         q, k = qk.split((self.heads, self.groups), 2)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        if past is not None:
-            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        k, v = after(past, (k, v))
         return self.out(merged(sight.window.attend(q, k, v))), (k, v)
 
 
@@ -416,6 +414,7 @@ class DRTForCausalLM(CausalLM):
     config: DRTConfig
     config_class = DRTConfig
     decoder_class = DRTModel
+    cache_class = DRTCache
     _no_split_modules = ["LowerLayer", "_UpperLayer", "EncoderLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     @torch.no_grad()
@@ -455,7 +454,7 @@ class DRTForCausalLM(CausalLM):
         ``shared``: in training, further blocks to choose from. ``output_retrieval``: return the chosen lists too.
         """
         self.check_tokens(input_ids, attention_mask, **kwargs)
-        cache = self.going_on(past_key_values, DRTCache, input_ids, use_cache)
+        cache = self.going_on(past_key_values, input_ids, use_cache)
         if shared is not None:
             if cache is not None:
                 raise InvalidArgument("shared blocks cannot be used with a cache; pass use_cache=False")

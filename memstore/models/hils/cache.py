@@ -189,10 +189,9 @@ class HilsCache(ModelCache):
         return max(0, min((self.place - window + 1) // size, self.place // size) * size)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` be the former row ``beam_idx[b]``; rows may be dropped or repeated."""
-        self.check_order(beam_idx.tolist())
+        super().reorder_cache(beam_idx)
         if self.apart:
-            self.rows, self.apart = len(beam_idx), [self.apart[row]._row(0) for row in beam_idx.tolist()]
+            self.apart = [self.apart[row]._row(0) for row in beam_idx.tolist()]
         else:
             self._select(beam_idx)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.attention.positions import Rotary, Turns
+from memstore.attention.positions import Rotary
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.causal import ModelConfig, check_sizes, preset
 
@@ -199,17 +199,13 @@ class _HoPE(Rotary):
     def __init__(self, dim: int, theta: float, longest: float = math.inf) -> None:
         """``longest``: the longest period of a pair that turns, in positions."""
         super().__init__(dim, theta)
-        frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        turning = frequencies >= 2 * math.pi / longest
-        turning[0] = True
-        self.frequencies = frequencies * turning
-        """``[D / 2]`` float64; 0 for pairs that do not turn."""
+        self._longest = longest
 
-    def turns(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Turns:
-        angles = positions.unsqueeze(-1) * self.frequencies.to(positions.device)
-        cos, sin = angles.cos(), angles.sin()
-        wide = torch.promote_types(dtype, torch.float32)
-        return Turns(torch.cat([cos, cos], -1).to(wide), torch.cat([-sin, sin], -1).to(wide))
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        frequencies = super().frequencies(device)
+        turning = frequencies >= 2 * math.pi / self._longest
+        turning[0] = True
+        return frequencies * turning
 
 
 _TINY = {

@@ -70,6 +70,7 @@ class HilsProjections(nn.Module):
     def __init__(self, config: HilsConfig, number: int) -> None:
         super().__init__()
         self.number, self.dim, self.hils = number, config.head_dim, number in config.hils_layers
+        self._rotary = config.rotary(hils=self.hils)
         hidden, inner = config.hidden_size, config.num_attention_heads * config.head_dim
         outer, rank = config.num_key_value_heads * config.head_dim, config.lmk_q_lora_dim
         self.q_proj = nn.Linear(hidden, inner, bias=False)
@@ -98,24 +99,20 @@ class HilsProjections(nn.Module):
     def states(self, x: Tensor, sight: HilsSight) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys, values and landmark queries of ``x [B, M, hidden]``, by heads and rotated."""
         asked, turns = self.q_proj(x), sight.turns(hils=self.hils)
-        q = self._rotated(self._normed(asked, self.q_norm, whole=self._whole), turns)
-        k = self._rotated(self._normed(self.k_proj(x), self.k_norm, whole=self._whole), turns)
+        q = self._rotary.rotate(self._normed(asked, self.q_norm, whole=self._whole), turns)
+        k = self._rotary.rotate(self._normed(self.k_proj(x), self.k_norm, whole=self._whole), turns)
         v = self.v_proj(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)
         if not self.hils:
             return q, k, v, None
         landmark = self.lmk_q_proj(x)
         if isinstance(self.lmk_q_proj, nn.Sequential):  # low rank: it is added to the raw query
             landmark = asked + landmark
-        return q, k, v, self._rotated(self._normed(landmark, self.lmk_q_norm, whole=self._whole_u), turns)
+        return q, k, v, self._rotary.rotate(self._normed(landmark, self.lmk_q_norm, whole=self._whole_u), turns)
 
     def _normed(self, x: Tensor, norm: nn.Module, *, whole: bool) -> Tensor:
         """Norm ``[B, M, H * D]`` over all heads or in each: ``[B, H, M, D]``."""
         heads: Tensor = (norm(x) if whole else x).unflatten(-1, (-1, self.dim))
         return (heads if whole else norm(heads)).transpose(1, 2)
-
-    def _rotated(self, x: Tensor, turns: Turns) -> Tensor:
-        half = self.dim // 2
-        return torch.addcmul(x * turns.cos, x.roll(half, -1), turns.sin).to(x.dtype)
 
 
 class _HilsLayer(nn.Module):
@@ -184,6 +181,7 @@ class HilsForCausalLM(StreamCausalLM):
     config: HilsConfig
     config_class = HilsConfig
     decoder_class = HilsModel
+    cache_class = HilsCache
     _no_split_modules = ["_HilsLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     @torch.no_grad()
@@ -200,9 +198,6 @@ class HilsForCausalLM(StreamCausalLM):
             suppressed = options.get("suppress_tokens") or getattr(given, "suppress_tokens", None) or []
             options["suppress_tokens"] = [*suppressed, *beyond]
         return super().generate(*args, **options)
-
-    def new_cache(self, rows: int) -> HilsCache:
-        return HilsCache(self.config, rows)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         # Rows lie at the beginning of their streams, and no item sees a later one. So padding needs no mask.

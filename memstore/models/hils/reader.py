@@ -12,7 +12,7 @@ any commit. A token's states do not depend on how the text was cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "non
         "hils_sliding_window", "norm_after", "layerwise_qk_norm", "layerwise_lmkq_norm", "enable_softmax1",
     )  # fmt: skip
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
-    turning = [int((config.rotary(hils=hils).frequencies > 0).sum()) for hils in (False, True)]
+    turning = [int((config.rotary(hils=hils).frequencies() > 0).sum()) for hils in (False, True)]
     fingerprint = fingerprint_of(
         model,
         tokenizer,
@@ -69,15 +69,6 @@ def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "non
         recurrent=(window,) * len(config.window_layers),
         fingerprint=fingerprint,
     )
-
-
-class _Kept(NamedTuple):
-    """The state from which window layers continue."""
-
-    tokens: int
-    """The number of tokens of a document before it."""
-    windows: Sequence[Tensor]
-    """``[2, G, W, D]`` for each layer: keys and values of the last items, at the end."""
 
 
 class HilsReader(BlockReader[HilsCache]):
@@ -121,37 +112,37 @@ class HilsReader(BlockReader[HilsCache]):
 
     def _begun(self, document: Document, rows: int, retrieval: Retrieval) -> HilsCache:
         """Return a cache at the end of the document. Missing states of window layers are computed again."""
-        kept = self._kept(document)
-        cache = self._at(document, rows, retrieval, kept)
+        kept, windows = len(document), None
+        if self.memory.spec.recurrent:
+            kept, windows = last_states(document, kept, self.model.device)
+        cache = self._at(document, rows, retrieval, kept, windows or ())
         cache.origin = Origin(document, self.model.device, stored=document.complete_blocks.stop)
-        if kept.tokens < len(document):
-            rest = tokens_between(document, kept.tokens, len(document))
+        if kept < len(document):
+            rest = tokens_between(document, kept, len(document))
             with evaluating(self.model):
                 ids = to_device([rest.long()], self.model.device)[0].expand(rows, -1)
-                for piece, _ in self.model.cut(ids, kept.tokens):
+                for piece, _ in self.model.cut(ids, kept):
                     self._segment(piece, cache)
         return cache
 
-    def _kept(self, document: Document) -> _Kept:
-        """Return the latest state that is complete."""
-        if not self.memory.spec.recurrent:
-            return _Kept(len(document), ())
-        place, windows = last_states(document, len(document), self.model.device)
-        return _Kept(place, windows or ())
+    def _at(
+        self, document: Document, rows: int, retrieval: Retrieval, tokens: int, windows: Sequence[Tensor]
+    ) -> HilsCache:
+        """Return a cache behind the first ``tokens`` of the document, where window layers have the ``windows``.
 
-    def _at(self, document: Document, rows: int, retrieval: Retrieval, kept: _Kept) -> HilsCache:
-        """Return a cache behind the first ``kept.tokens`` of the document."""
+        They are ``[2, G, W, D]`` for each layer: keys and values of the last items, at the end.
+        """
         config, groups = self.model.config, self.model.config.num_key_value_heads
-        stop = kept.tokens // config.tokens_per_block
+        stop = tokens // config.tokens_per_block
         options: dict[str, Any] = {"document": document, "stop": stop, "on_error": retrieval.on_error}
         tables = [HilsTable(number, groups, **options) for number in range(len(config.hils_layers))]
-        cache = HilsCache(config, rows, retrieval=retrieval, tables=tables, tokens=kept.tokens)
-        for layer, window in zip(config.window_layers, kept.windows, strict=False):
+        cache = HilsCache(config, rows, retrieval=retrieval, tables=tables, tokens=tokens)
+        for layer, window in zip(config.window_layers, windows, strict=False):
             held = min(cache.place, config.sliding_window)
             cache.recent[layer].first = cache.place - held
             states = window[:, :, config.sliding_window - held :].unsqueeze(1).expand(-1, rows, -1, -1, -1)
             cache.recent[layer].extend(states[0], states[1])
-        for layer in config.hils_layers if kept.tokens else ():
+        for layer in config.hils_layers if tokens else ():
             self._put_near(document, cache, layer)
         return cache
 
@@ -178,7 +169,7 @@ class HilsReader(BlockReader[HilsCache]):
         return {"top_k": self.retrieval.top_k}
 
     def _windows(self, cache: HilsCache) -> list[Tensor]:
-        """Return the state of window layers, in host memory; see ``_Kept``."""
+        """Return the state of window layers, in host memory; see ``_at``."""
         window = self.model.config.sliding_window
         both = [torch.stack(cache.recent[layer].read()).squeeze(1) for layer in self.model.config.window_layers]
         return on_host([F.pad(x, (0, 0, window - x.shape[2], 0)) for x in both])

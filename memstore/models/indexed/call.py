@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
+from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.latent_attention import attend_rows
 from memstore.models.cache import ranked_look
 from memstore.models.indexed.family import IndexedLayer, spread
@@ -363,25 +364,16 @@ class IndexedCall:
 
     def _dense(self, layer: IndexedLayer, source: int, row: int, query: Tensor, places: Tensor) -> Tensor:
         """Attend with ``query [S, H, D]`` to all tokens up to each query's place, ``DENSE`` rows at a time."""
-        last = int(places[-1]) + 1
-        width = layer.value.stop - layer.value.start
-        most = query.new_full((*query.shape[:2], 1), -torch.inf, dtype=torch.float32)
-        total, gathered = torch.zeros_like(most), most.new_zeros(*query.shape[:2], width)
-        if layer.sinks is not None:
-            most = layer.sinks.float()[None, :, None].expand_as(most)
-            total = torch.ones_like(total)
+        last, parts = int(places[-1]) + 1, []
+        asked = query.transpose(0, 1)[None].float()  # [1, H, S, D]
         for start in range(0, last, DENSE):
             tokens = torch.arange(start, min(start + DENSE, last), device=query.device)
-            table = self._rows(layer, source, row, tokens).float()
-            hidden = tokens > places[:, None]
-            scores = _products(layer, query, table).masked_fill_(hidden[:, None], -torch.inf)
-            above = torch.maximum(most, scores.amax(-1, keepdim=True))
-            shrunk, weights = (most - above).exp(), (scores - above).exp()
-            total = total * shrunk + weights.sum(-1, keepdim=True)
-            values = table.unflatten(1, (layer.groups, -1))[..., layer.value]
-            found = torch.einsum("sghn,ngv->sghv", weights.unflatten(1, (layer.groups, -1)), values).flatten(1, 2)
-            gathered, most = gathered * shrunk + found, above
-        return (gathered / total).to(query.dtype)
+            rows = self._rows(layer, source, row, tokens).unflatten(1, (layer.groups, -1)).transpose(0, 1)[None]
+            given = asked, rows[..., layer.key], rows[..., layer.value]
+            sinks = None if start else layer.sinks  # they count once
+            parts.append(block_attention(*given, mask=tokens <= places[:, None], scale=layer.scaling, sinks=sinks))
+        out, _ = merge_attention(*zip(*parts, strict=True))
+        return out[0].transpose(0, 1).to(query.dtype)
 
     def weights(self, layer: IndexedLayer, query: Tensor, table: Tensor, at: Tensor) -> Tensor:
         """Return the part of the attention of ``query [H, D]`` on each of the rows ``at [lists, K]``: ``[H, K]``."""
@@ -409,7 +401,9 @@ class IndexedCall:
             for start in all_of_them[::DENSE]
         ):
             table = rows(layer, source, row, torch.arange(start, stop, device=query.device)).float()
-            found.append(_products(layer, query[None], table)[0])
+            keys = table.unflatten(1, (layer.groups, -1))[..., layer.key]
+            products = torch.einsum("ghd,ngd->ghn", query.unflatten(0, (layer.groups, -1)).float(), keys)
+            found.append(products.flatten(0, 1) * layer.scaling)
         return torch.cat(found, 1)
 
 
@@ -424,13 +418,6 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
     found, places = ids.unique(return_inverse=True)
     unused = int(found[0] < 0)
     return found[unused:], places - unused
-
-
-def _products(layer: IndexedLayer, query: Tensor, table: Tensor) -> Tensor:
-    """Return scaled products ``[S, H, n]`` of ``query [S, H, D]`` with the rows ``table [n, row_width]``; float32."""
-    keys = table.unflatten(1, (layer.groups, -1))[..., layer.key]
-    own = query.unflatten(1, (layer.groups, -1)).float()
-    return torch.einsum("sghd,ngd->sghn", own, keys).flatten(1, 2) * layer.scaling
 
 
 def _pieces(ids: Tensor, width: int, tokens: int) -> list[slice]:

@@ -404,7 +404,8 @@ class IndexedReader(Reader):
                 call.only = row
                 tokens = {name: value[row, real][None] for name, value in by_token.items()}
                 found = plain(**{**given, **tokens, CACHE: own}).last_hidden_state[0]
-                hidden[row, real] = found.to(hidden.dtype)
+                hidden = hidden.to(found.dtype)  # under autocast it may differ from the model's
+                hidden[row, real] = found
             states.append(carried.states(own.layers))
         call.only = None
         carried.put(cache.layers, states)

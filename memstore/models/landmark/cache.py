@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
+from memstore.attention.layers import States, after
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.device_copies import alike, from_each, numbers, to_device
 from memstore.errors import InvalidArgument
-from memstore.models.cache import CountedCache, States, of_rows
+from memstore.models.cache import CountedCache, of_rows
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.retrieval import (
     FOREVER,
@@ -105,9 +106,7 @@ class WindowCache(CountedCache):
         assert self._turns is not None
         rotary = self.config.rotary
         q, k = rotary.rotate(q, self._turns), rotary.rotate(k, self._turns)
-        past = self.states[layer]
-        if past is not None:
-            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        k, v = after(self.states[layer], (k, v))
         self.states[layer] = (k.detach(), v.detach())
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -125,9 +124,7 @@ class WindowCache(CountedCache):
             ]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
-        self.rows = len(beam_idx)
-        self.counts = [self.counts[row] for row in beam_idx.tolist()]
+        super().reorder_cache(beam_idx)
         self.places = None if self.places is None else self.places[beam_idx.to(self.places.device)]
         self.states = of_rows(self.states, beam_idx)
 
@@ -423,13 +420,10 @@ class LandmarkCache(CountedCache):
         self.counts = [count + tokens for count in self.counts]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         rows = beam_idx.cpu()
         if torch.equal(rows, torch.arange(self.rows)):
             return
-        self.check_order(rows.tolist())
-        self.rows = len(rows)
-        self.counts = [self.counts[row] for row in rows.tolist()]
+        super().reorder_cache(rows)
         self.blocks, self.items = self.blocks[rows], self.items[rows]
         self._segment, self._run = self._segment[rows], self._run[rows]
         self.table.reorder(rows, beam_idx)

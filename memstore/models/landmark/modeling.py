@@ -282,57 +282,24 @@ def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return joined[:, :, :items]
 
 
-class _Segments:
-    """Cuts tokens ``[B, T]`` into segments, and puts the results of the segments back in place.
+def _segments(
+    tokens: int, mask: Tensor | None, offsets: Sequence[int], size: int
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yield the columns of each segment of ``tokens``, and which of their tokens ``[B, t]`` it has; None for all.
 
-    Rows are cut by their own tokens: a row with padding is cut as if it were alone.
+    ``mask [B, T]``, in host memory, is False for padding. ``offsets``: tokens of each row that its first segment has
+    already. Rows are cut by their own tokens: a row with padding is cut as if it were alone.
     """
-
-    def __init__(self, input_ids: Tensor, mask: Tensor | None, offsets: Sequence[int], size: int) -> None:
-        """``offsets``: tokens that wait in each row's incomplete block. ``size``: tokens of a segment."""
-        rows, tokens = input_ids.shape
-        self.mask = None if mask is None or bool(mask.all()) else mask
-        self.ids, self.counts = input_ids, [tokens] * rows
-        if self.mask is not None:
-            self.ids = input_ids.gather(1, (~self.mask).byte().argsort(dim=1, stable=True))
-            self.counts = self.mask.sum(1).tolist()
-        self.offsets, self.size = list(offsets), size
-        self.uniform = self.mask is None and len(set(self.offsets)) == 1
-        self._spans: list[tuple[Tensor, Tensor]] = []
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield ids ``[B, t]`` of one segment after the other, with a mask if rows differ."""
-        longest = max(o + n for o, n in zip(self.offsets, self.counts, strict=True))
-        for place in range(0, longest, self.size):
-            starts, ends = self._cut(place), self._cut(place + self.size)
-            if self.uniform:
-                yield self.ids[:, starts[0] : ends[0]], None
-                continue
-            first, last = (torch.tensor(each, device=self.ids.device)[:, None] for each in (starts, ends))
-            width = max(end - start for start, end in zip(starts, ends, strict=True))
-            at = first + torch.arange(width, device=self.ids.device)
-            there = at < last
-            self._spans.append((torch.where(there, at, self.ids.shape[1]), there))
-            yield self.ids.gather(1, at.clamp(max=self.ids.shape[1] - 1)), there
-
-    def _cut(self, place: int) -> list[int]:
-        """Return how many tokens of each row come before ``place``, from the beginning of its incomplete block."""
-        return [min(max(place - offset, 0), count) for offset, count in zip(self.offsets, self.counts, strict=True)]
-
-    def joined(self, pieces: list[Tensor]) -> Tensor:
-        """Join the results of all segments, ``[B, t, d]`` each, into ``[B, T, d]``; zeros for padding."""
-        if self.uniform:
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-        rows, tokens = self.ids.shape
-        out = pieces[0].new_zeros(rows, tokens + 1, pieces[0].shape[-1])
-        for piece, (at, _) in zip(pieces, self._spans, strict=True):
-            out = out.scatter(1, at.unsqueeze(-1).expand_as(piece), piece)
-        out = out[:, :tokens]
-        if self.mask is None:
-            return out
-        rank = (self.mask.long().cumsum(1) - 1).clamp(min=0)
-        placed = out.gather(1, rank.unsqueeze(-1).expand(-1, -1, out.shape[-1]))
-        return placed * self.mask.unsqueeze(-1)
+    if mask is None and len(set(offsets)) == 1:
+        yield from ((slice(max(start, 0), start + size), None) for start in range(-offsets[0], tokens, size))
+        return
+    mask = torch.ones(len(offsets), tokens, dtype=torch.bool) if mask is None else mask
+    number = (mask.cumsum(1) - 1 + torch.tensor(offsets)[:, None]).div(size, rounding_mode="floor")
+    for each in range(int(number[mask].max()) + 1):
+        there = mask & (number == each)
+        columns = there.any(0).nonzero()
+        both = slice(int(columns[0]), int(columns[-1]) + 1)
+        yield both, there[:, both]
 
 
 class LandmarkModel(StreamDecoder):
@@ -406,10 +373,9 @@ class LandmarkForCausalLM(StreamCausalLM):
             raise InvalidArgument(f"ramp must be from 0 to 1, not {value}")
         self.model.ramp = float(value)
 
-    def new_cache(self, rows: int) -> Past:
-        if self.config.attention != "landmark":
-            return WindowCache(self.config, rows)
-        return LandmarkCache(self.config, rows)
+    @property
+    def cache_class(self) -> type[Past]:
+        return LandmarkCache if self.config.attention == "landmark" else WindowCache
 
     # `model(ids)` computes the same as training: landmark attention at true positions over everything. With
     # `use_cache`, and in `generate`, segments retrieve and have stingy positions. This is another function once there
@@ -424,15 +390,21 @@ class LandmarkForCausalLM(StreamCausalLM):
 
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         self.check_retrieves()
-        segments = _Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
-        pieces, left = [], segments.counts
-        for ids, there in segments:
-            packing = Packing(ids, there, past.offsets, self.model.block_size)
+        rows, tokens = input_ids.shape
+        mask = None if mask is None or bool(mask.all()) else mask.cpu()
+        left = [tokens] * rows if mask is None else mask.sum(1).tolist()
+        hidden: Tensor | None = None
+        for columns, there in _segments(tokens, mask, [count % past.step for count in past.counts], past.step):
+            real = None if there is None else there.to(input_ids.device)
+            packing = Packing(input_ids[:, columns], real, past.offsets, self.model.block_size)
             left = [count - here for count, here in zip(left, packing.counts, strict=True)]
             past.begin(packing, [row for row, count in enumerate(left) if not count and packing.counts[row]])
-            pieces.append(packing.tokens(self.model(packing, lambda _: past)))
+            found = packing.tokens(self.model(packing, lambda _: past))  # zeros for tokens of other segments
+            hidden = found.new_zeros(rows, tokens, found.shape[-1]) if hidden is None else hidden
+            hidden[:, columns] += found
             past.end()
-        return segments.joined(pieces)
+        assert hidden is not None, "check_tokens refuses calls without a token"
+        return hidden
 
     def check_retrieves(self) -> None:
         """Raise ``InvalidArgument`` for a model in training whose ``ramp`` is below 1."""

@@ -566,11 +566,8 @@ class LastTokens:
     def __init__(self, packing: Packing, rows: Sequence[int]) -> None:
         """``rows``: rows that have no more tokens after the segment."""
         self.rows = rows
-        if packing.uniform:
-            self.at = [int(packing.slots[0, -1])] * packing.rows
-        else:  # 0 for a row without tokens
-            at: list[int] = packing.slots.masked_fill(packing.slots >= packing.items, 0).amax(1).tolist()
-            self.at = at if len(at) == packing.rows else at * packing.rows
+        at: list[int] = packing.slots.masked_fill(packing.slots >= packing.items, 0).amax(1).tolist()
+        self.at = at if len(at) == packing.rows else at * packing.rows  # 0 for a row without tokens
 
     def of(self, x: Tensor) -> Tensor:
         """Return ``x [B, X, R, ...]`` at the last token of each row, ``[B, X, ...]``; R is 1 if all tokens share it."""

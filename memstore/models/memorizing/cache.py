@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memstore.attention.knn import KNNAttention, Neighbours, Tell, TokenMemory, after
+from memstore.attention.knn import KNNAttention, Neighbours, Tell, TokenMemory
 from memstore.attention.knn_memory import RecentTokens, check_row
+from memstore.attention.layers import States, after
 from memstore.device_copies import from_each
 from memstore.errors import InvalidArgument
 from memstore.memory.trace_file import TIERS, Array, Look
-from memstore.models.cache import ModelCache, States, behind_zeros, of_rows
+from memstore.models.cache import ModelCache, behind_zeros, of_rows
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
@@ -154,12 +155,11 @@ class MemorizingCache(ModelCache):
             self.empty[row] = self.past
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         if self.memory is not None and not isinstance(self.memory, RecentTokens):
             raise InvalidArgument(
                 "beams cannot share the documents of a store: generate without beams, or without a store"
             )
-        self.rows = len(beam_idx)
+        super().reorder_cache(beam_idx)
         self.waiting = [list(self.waiting[row]) for row in beam_idx.tolist()]
         if isinstance(self.memory, RecentTokens):
             self.memory.reorder(beam_idx)

@@ -79,7 +79,7 @@ class KNNAuditor(Auditor):
         if not choice.rows:
             return
         query, found = choice.queries[0, :, -1].float().cpu(), choice.places()[0, :, -1].contiguous()
-        products, places = _products(self._document, query), _places(self._document)
+        products, places = _stored(self._document, query)
         own, after = self._own(query)
         products, places = torch.cat([products, own], -1), torch.cat([places, after])
         if not len(places):
@@ -103,22 +103,16 @@ class KNNAuditor(Auditor):
         return _with_keys(query, keys), len(self._document) + numbers
 
 
-def _products(document: Document, query: Tensor) -> Tensor:
-    """Return products ``[H, N]`` of ``query [H, D]`` with all keys of a document, a run of blocks at a time."""
+def _stored(document: Document, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return products ``[H, N]`` of ``query [H, D]`` with all keys that a document still has, and their places."""
     size, view, parts = document.memory.spec.block_size, document.layer(0), [query.new_empty(len(query), 0)]
+    places = [torch.empty(0, dtype=torch.int64)]
     for run in document.present(document.blocks):
         for piece in pieces(run, READ):
-            held = min(piece.stop * size, len(document)) - piece.start * size
-            keys = view.landmarks(piece).transpose(0, 1).flatten(1, 2)[:, :held]  # a token's key is its landmark
-            parts.append(_with_keys(query, keys))
-    return torch.cat(parts, -1)
-
-
-def _places(document: Document) -> Tensor:
-    """Return the places ``[N]`` of the tokens that a document still has, in order."""
-    size, parts = document.memory.spec.block_size, [torch.empty(0, dtype=torch.int64)]
-    runs = document.present(document.blocks)
-    return torch.cat(parts + [torch.arange(run.start * size, min(run.stop * size, len(document))) for run in runs])
+            places.append(torch.arange(piece.start * size, min(piece.stop * size, len(document))))
+            keys = view.landmarks(piece).transpose(0, 1).flatten(1, 2)  # a token's key is its landmark
+            parts.append(_with_keys(query, keys[:, : len(places[-1])]))
+    return torch.cat(parts, -1), torch.cat(places)
 
 
 def _with_keys(query: Tensor, keys: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
+from memstore.attention.knn import KNNAttention, Tell, TokenMemory, WindowAttention
+from memstore.attention.layers import States
 from memstore.device_copies import to_device
 from memstore.models.causal import CausalLM, Decoder, make_known, uncompiled
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
-from memstore.readers.caches import takes_cache, with_cache
 
 
 class _MemorizingLayer(nn.Module):
@@ -92,38 +91,20 @@ class MemorizingForCausalLM(CausalLM):
     config: MemorizingConfig
     config_class = MemorizingConfig
     decoder_class = MemorizingModel
+    cache_class = MemorizingCache
     _no_split_modules = ["_MemorizingLayer"]  # noqa: RUF012 - transformers reads it from the class
 
-    @takes_cache
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: MemorizingCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Compute one segment of ``input_ids``; see ``CausalLM``."""
-        self.check_tokens(input_ids, attention_mask, **kwargs)
-        cache = self.going_on(past_key_values, MemorizingCache, input_ids, use_cache)
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        if cache is not None:
-            cache.tell_begin(input_ids)
-        hidden = self._segments(input_ids, mask, cache)
-        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, cache))
-
-    def _segments(self, ids: Tensor, mask: Tensor | None, cache: MemorizingCache | None) -> Tensor:
-        """Return ``[B, T, hidden]``. With a cache, earlier tokens can be looked up."""
+    def hidden(self, input_ids: Tensor, mask: Tensor | None, past: MemorizingCache | None) -> Tensor:
+        """See ``CausalLM``. With a cache, earlier tokens can be looked up."""
+        if past is not None:
+            past.tell_begin(input_ids)
         if mask is not None and bool(mask.all()):
             mask = None
         # Tokens go first, padding last: no real token can see what comes after it.
         order = None if mask is None else (~mask).int().argsort(dim=1, stable=True)
-        lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
-        packed = ids if order is None else ids.gather(1, order)
-        hidden: Tensor = self.model(packed, None)[0] if cache is None else self._continued(packed, lengths, cache)
+        lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(1).tolist()
+        packed = input_ids if order is None else input_ids.gather(1, order)
+        hidden: Tensor = self.model(packed, None)[0] if past is None else self._continued(packed, lengths, past)
         if order is None:
             return hidden
         return torch.zeros_like(hidden).scatter(1, order.unsqueeze(-1).expand_as(hidden), hidden)

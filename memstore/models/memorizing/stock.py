@@ -35,10 +35,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from memstore.attention.knn import Neighbours, States, products
+from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
-from memstore.attention.layers import merged
+from memstore.attention.layers import States, merged
 from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
 from memstore.kernels.knn_attention import knn_attention
 from memstore.memory import Document, MemorySpec

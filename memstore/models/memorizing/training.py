@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
-from memstore.attention.knn import KNNAttention, States, after
+from memstore.attention.knn import KNNAttention
 from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.layers import States, after
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.models.memorizing import (
     KNNMemory,
