@@ -269,8 +269,6 @@ class ClusterIndex(VectorIndex):
 
     ``settings`` is the share of the best blocks that searches should find, 0.97 if empty: ``clusters:0.99``. With 1
     they read all lists. Every returned score is true. Blocks with equal scores are ordered by id, the smaller first.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)

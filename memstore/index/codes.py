@@ -32,8 +32,6 @@ class CodeIndex(VectorIndex):
     is exact. ``search`` always returns true scores. The blocks that it finds may differ at the end of the list, where
     scores differ by less than one part in 100. ``score`` uses the rounded queries. Blocks with equal scores are ordered
     by id, the smaller first.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)

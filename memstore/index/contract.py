@@ -56,9 +56,9 @@ class IndexCapabilities:
 class VectorIndex(ABC):
     """Blocks of keys, each block with ``P`` keys for each of ``G`` heads.
 
-    The index can always be rebuilt from the store, the single source of truth. Added blocks are searchable at once. If
-    ``capabilities.exact`` is False, a search may miss blocks, but every returned block exists, is allowed, and has its
-    true score.
+    The index can always be rebuilt from the store, the single source of truth. Added blocks are searchable at once. A
+    search during an addition in another thread is not safe; the memory holds a lock. If ``capabilities.exact`` is
+    False, a search may miss blocks, but every returned block exists, is allowed, and has its true score.
     """
 
     capabilities: IndexCapabilities

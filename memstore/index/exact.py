@@ -54,8 +54,6 @@ class ExactIndex(VectorIndex):
     ``dtype`` may be ``torch.int8``, for keys that are whole numbers from -127 to 127, and ``torch.bool``, for keys of
     +1 and -1, stored as one bit each. That is for GPUs, where they are searched in this form
     (``memstore.kernels.best_codes``); a CPU is faster with the indexes ``codes`` and ``signs``.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True, devices=True)

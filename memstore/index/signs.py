@@ -28,8 +28,6 @@ class SignIndex(VectorIndex):
     ``score`` rounds sums of five numbers of a query to 16 bits. For keys of 256 numbers its error is less than 1/1200
     of the sum of the query's absolute numbers, and usually a tenth of that. For n times as many numbers it is n times
     that. It is exact if queries are signs. Blocks with equal scores are ordered by id, the smaller first.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True)
