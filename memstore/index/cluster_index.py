@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -240,28 +240,19 @@ MEASURED_VALUES = table(
 CLUSTER_TENSORS = ("centres", "radii", "inverse")
 
 
+@dataclass(eq=False, repr=False)
 class ClusterBase(BaseBlocks):
     """The clusters of all heads, over blocks ``ids [n]`` ascending."""
 
-    def __init__(
-        self,
-        ids: Tensor,
-        heads: list[Clusters],
-        probes: int,
-        recall: float,
-        learned_from: int,
-        curve: list[list[float]],
-    ) -> None:
-        super().__init__(ids)
-        self.heads = heads
-        self.probes = probes
-        """Lists that a search reads."""
-        self.recall = recall
-        """Recall of the best 8 keys, measured on held-out queries."""
-        self.learned_from = learned_from
-        """Number of queries of each head."""
-        self.curve = curve
-        """Measurements: number of lists read, and the recall with so many."""
+    heads: list[Clusters]
+    probes: int
+    """Lists that a search reads."""
+    recall: float
+    """Recall of the best 8 keys, measured on held-out queries."""
+    learned_from: int
+    """Number of queries of each head."""
+    curve: list[list[float]]
+    """Measurements: number of lists read, and the recall with so many."""
 
 
 class ClusterIndex(VectorIndex):
