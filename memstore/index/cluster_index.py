@@ -264,6 +264,7 @@ class ClusterIndex(VectorIndex):
 
     capabilities = IndexCapabilities(exact=False, dense=True)
     kind = "clusters"
+    typed = True
 
     def _prepare(self, settings: str) -> None:
         library()
@@ -422,10 +423,6 @@ class ClusterIndex(VectorIndex):
         content.require(int(lists.min()) >= 0 and int(lists.max()) < centres.shape[1], "lists")
         content.require(not torch.isin(ids, content.tensors["tail_ids"]).any(), "ids")
         return measured
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return files.identity(self, dtype=self.dtype)
 
     def _new_tail(self) -> ExactIndex:
         return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype, self.device)

@@ -95,10 +95,10 @@ class CodeIndex(VectorIndex):
 
     def save(self, path: Path) -> None:
         ids, keys = self._content()
-        files.save(path, files.identity(self), {"ids": ids, "keys": keys.to(torch.int8)})
+        files.save(path, self._about, {"ids": ids, "keys": keys.to(torch.int8)})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, files.identity(self))
+        content = files.load(path, self._about)
         shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
         content.check(ids=(torch.int64, ("n",)), keys=(torch.int8, shape))
         keys = content.tensors["keys"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class ExactIndex(VectorIndex):
 
     capabilities = IndexCapabilities(exact=True, dense=True, devices=True)
     kind = "exact"
+    typed = True
 
     def _prepare(self, settings: str) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
@@ -147,10 +148,6 @@ class ExactIndex(VectorIndex):
         content.check(ids=(torch.int64, ("n",)), keys=(held, sizes))
         self._chunks.check_codes(content)
         self._take(content.tensors)
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return files.identity(self, dtype=self.dtype)
 
     def _tensors(self) -> dict[str, Tensor]:
         return self._chunks.tensors()

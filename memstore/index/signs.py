@@ -89,10 +89,10 @@ class SignIndex(VectorIndex):
         return scores.reshape(*queries.shape[:2], len(ids)).to(queries.device), ids.to(queries.device)
 
     def save(self, path: Path) -> None:
-        files.save(path, files.identity(self), {"ids": self._ids[self._held], "words": self._words[:, self._held]})
+        files.save(path, self._about, {"ids": self._ids[self._held], "words": self._words[:, self._held]})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, files.identity(self))
+        content = files.load(path, self._about)
         shape = (self.key_heads, "n", *words_shape(self.keys_per_block, self.key_dim))
         content.check(ids=(torch.int64, ("n",)), words=(torch.int16, shape))
         self._hold(content.tensors["ids"], content.tensors["words"])
