@@ -263,18 +263,16 @@ class _RecentStates(DocumentStates):
     def read(self, layer: int, tokens: range) -> States:
         if self.kept and tokens.start >= self.kept.start:
             return self._piece(layer, tokens)
-        if tokens not in self._there:
-            # Only the sink is read again and again. Anything else is read once here, after reopening.
-            if len(self._there) > 1:
-                self._there.clear()
-            self._there[tokens] = self._read(range(self.layers), tokens)
-        return self._there[tokens][layer]
+        # Only the sink is read again and again. Anything else is read once here, after reopening.
+        if tokens not in self._there and len(self._there) > 1:
+            self._there.clear()
+        return super().read(layer, tokens)
 
     def load(self, tokens: int) -> int:
         """Load the states of the last tokens of a document of ``tokens`` tokens; return the first of them."""
         first = max(self.document.blocks.start * self.block_size, self._needed(tokens))
         if first < tokens:
-            self.extend(self._read(range(self.layers), range(first, tokens)), at=first)
+            self.extend(self._read(range(first, tokens)), at=first)
         return first
 
     def extend(self, states: Sequence[States], *, at: int) -> None:
