@@ -156,32 +156,22 @@ class StockReader(Reader):
                 f"the layers of {architecture.name} have key-value states of different shapes, which a memory cannot "
                 "store"
             )
-        first = layers[0]
-        common: dict[str, Any] = {
-            "layers": len(layers),
-            "fields": {"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)},
-            "block_size": size,
-            "dtype": fingerprint.dtype,
-            "codec": self._codec or "none",
-            "recurrent": () if architecture.linear is None else architecture.linear.layouts,
-            "fingerprint": fingerprint,
-        }
-        if self.retrieval.share == "model":
-            return MemorySpec(
-                index_layers=_routing_layers(len(layers), self._routing_layers),
-                key_heads=1,
-                key_dim=_code_dim(architecture),
-                keys_per_block=size,
-                key_dtype="bit",
-                **common,
-            )
+        first, routes = layers[0], self.retrieval.share == "model"
+        indexed = tuple(plan.index for plan in layers if not plan.local)
+        parts = max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0)
         return MemorySpec(
-            index_layers=tuple(plan.index for plan in layers if not plan.local),
-            key_heads=first.key_heads,
-            key_dim=first.head_dim,
-            keys_per_block=max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0),
-            key_dtype="bfloat16",
-            **common,
+            layers=len(layers),
+            fields={"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)},
+            block_size=size,
+            dtype=fingerprint.dtype,
+            codec=self._codec or "none",
+            index_layers=_routing_layers(len(layers), self._routing_layers) if routes else indexed,
+            key_heads=1 if routes else first.key_heads,
+            key_dim=_code_dim(architecture) if routes else first.head_dim,
+            keys_per_block=size if routes else parts,
+            key_dtype="bit" if routes else "bfloat16",
+            recurrent=() if architecture.linear is None else architecture.linear.layouts,
+            fingerprint=fingerprint,
         )
 
     def _check_sizes(self, block_size: int) -> None:
