@@ -409,9 +409,8 @@ def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str
     chosen = sums.index(max(sums))
     first, *others = around.sentences[chosen:]
     start, text = first.start, around.text
-    if (
-        first.stop - start > EXCERPT_CHARS
-    ):  # a part of it, with the rarest of the words, or else with the beginning of the block
+    # Of a long sentence a part is shown: with the rarest of the words, or else with the beginning of the block.
+    if first.stop - start > EXCERPT_CHARS:
         rare = max({*first.words} & weights.keys(), key=lambda word: (weights[word], word), default="")
         word = re.compile(rf"\b{re.escape(rare)}\b", re.IGNORECASE)
         inside = max(start, around.start)

@@ -167,7 +167,7 @@ class Call(LocalTokens):
         self.codes[layer] = codes if before is None else torch.cat((before, codes), dim=1)
         if not self.reading and (self.due() or (again and self.routed)):
             span = self.selection.retrieval.span
-            rows = [self._real(row, self.codes[layer][row])[-span:] for row in range(len(codes))]
+            rows = [self._asking(row, self.codes[layer][row])[-span:] for row in range(len(codes))]
             chosen = self.selection.route(self.candidates, layer, rows)
             self.set_chosen(chosen, from_layer=self.selection.first_layer)
 
@@ -179,15 +179,17 @@ class Call(LocalTokens):
         at = self.length + self.tokens
         if self.tokens == 1 and states.chosen is not None and (every == "segment" or at - states.chosen_at < every):
             return
-        rows = [self._real(row, q[row].transpose(0, 1)).transpose(0, 1) for row in range(len(q))]
+        rows = [self._asking(row, q[row].transpose(0, 1)).transpose(0, 1) for row in range(len(q))]
         states.set_chosen(self.selection.choose_in_layer(self.candidates, states.plan, rows, whole=self.reading))
         states.chosen_at, states.searched = at, True
 
-    def _real(self, row: int, x: Tensor) -> Tensor:
+    def real(self, row: int, x: Tensor) -> Tensor:
         """Drop padding from ``x [n, ...]``, which has the last ``n`` local tokens of batch row ``row``."""
-        if self.padding is None:
-            return x
-        real = x[self.padding[row, -len(x) :].to(x.device)]
+        return x if self.padding is None else x[self.padding[row, -len(x) :].to(x.device)]
+
+    def _asking(self, row: int, x: Tensor) -> Tensor:
+        """Return what ``real`` returns. Raises ``InvalidArgument`` if nothing is left to choose by."""
+        real = self.real(row, x)
         if not len(real):
             raise InvalidArgument(f"row {row} of the batch consists of padding only")
         return real

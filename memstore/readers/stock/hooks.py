@@ -252,7 +252,7 @@ class Hooks:
         if self._next is None:
             call.observers = self._observers
             ids = given.get("input_ids")
-            begun = None if ids is None else _real(call, ids)
+            begun = None if ids is None else call.real(0, ids[0])
             if begun is not None and call.fresh and call.opening is not None:
                 begun = torch.cat((call.opening, begun))
             for observer in self._observers:
@@ -465,11 +465,6 @@ def _attention(
     out = call.layers[plan.index].attend(query, key, value, **options)
     out = out if hooks.heads is None else hooks.heads.own(out)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _real(call: Call, ids: Tensor) -> Tensor:
-    """Return the tokens of the first row of ``ids [B, T]`` that are not padding."""
-    return ids[0] if call.padding is None else ids[0][call.padding[0, -ids.shape[1] :].to(ids.device)]
 
 
 def _before(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:

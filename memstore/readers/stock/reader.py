@@ -492,7 +492,10 @@ class StockReader(Reader):
         """Return the routers of a memory whose first text begins with ``tokens [n]``, by layer. It stores nothing."""
         layers = self.selection.index_layers
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        for sample in router_samples(tokens, self.tokenizer, self._vocabulary):
+        samples = [general_sample(self.tokenizer, self._vocabulary)]
+        if len(tokens) >= SAMPLE_TOKENS:  # with fewer the router would depend on how the text is cut into calls
+            samples.insert(0, tokens[:SAMPLE_TOKENS])
+        for sample in samples:
             for segment in sample.split(self.segment):
                 for layer, states in self.hooks.hidden_states(segment, layers).items():
                     # A first token differs from all others.
@@ -528,13 +531,6 @@ class StockReader(Reader):
         queries = asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
         return pooled(scores, pool=options.pool, lists=1)[0].cpu()
-
-
-def router_samples(tokens: Tensor, tokenizer: Any, vocabulary: int) -> list[Tensor]:
-    """Return the texts that fit a router, each ``[n]``: the beginning of the document ``tokens``, and general text."""
-    general = general_sample(tokenizer, vocabulary)
-    # With a shorter beginning the router would depend on how the text is cut into calls.
-    return [tokens[:SAMPLE_TOKENS], general] if len(tokens) >= SAMPLE_TOKENS else [general]
 
 
 def general_sample(tokenizer: Any, vocabulary: int) -> Tensor:

@@ -170,9 +170,8 @@ class SegmentReading:
                 batch.put_recurrent(made.recurrent)
 
     def _scores(self, new: int) -> bool:
-        return (
-            self.job.score_from is not None and self.tokens + new >= self.job.score_from
-        )  # its last logits predict the next token
+        # The last logits predict the next token.
+        return self.job.score_from is not None and self.tokens + new >= self.job.score_from
 
     def _score(self, tokens: Tensor, logits: Tensor | None) -> None:
         if logits is None or self.job.score_from is None:
