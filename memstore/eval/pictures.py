@@ -77,14 +77,17 @@ def save_picture(figure: Any, path: Path) -> None:
 
 
 # No meaning depends on a colour that a printer or an eye may lack. Grey files are also half as large.
-def new_figure(width: float, height: float, *, title: str, caption: str) -> Any:
-    """Make an empty figure of the given inches, at least 5 by 2.5, with its title above and its caption below."""
+def new_figure(width: float, height: float, *, title: str, caption: str, columns: int = 1) -> tuple[Any, Any]:
+    """Make a figure of the given inches, at least 5 by 2.5, with its title above and its caption below, and its axes.
+
+    Several ``columns`` of axes share their rows.
+    """
     width, height = min(WIDEST, max(5.0, width)), max(2.5, height)
     lines = textwrap.wrap(caption, int(width * PER_INCH))
     figure = figure_class()(figsize=(width, height + 0.13 * len(lines)), layout="constrained")
     figure.suptitle(drawable(title), fontsize="medium")
     figure.supxlabel(drawable("\n".join(lines), lines=True), fontsize="x-small", x=0.02, ha="left")
-    return figure
+    return figure, figure.subplots(1, columns, sharey=True)
 
 
 def drawable(text: str, *, longest: int | None = None, lines: bool = False) -> str:
@@ -111,12 +114,12 @@ def _in_font(letter: str) -> bool:
     return bool(get_font(findfont("DejaVu Sans")).get_char_index(ord(letter)))
 
 
-def count_axis(axis: Any) -> None:
-    """Write whole numbers with commas on an axis."""
+def count_axis(axis: Any, most: int = 8, scale: float = 1.0) -> None:
+    """Write whole numbers with commas on an axis, at ``most`` places; a step of it counts ``scale``."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.set_major_locator(MaxNLocator(nbins=most, integer=True, min_n_ticks=1))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:,.0f}"))
 
 
 def bins(count: int, most: int) -> list[range]:
@@ -131,12 +134,10 @@ def pooled(values: Numbers, parts: list[range]) -> Numbers:
     return np.stack([values[..., part.start : part.stop].mean(-1) for part in parts], -1)
 
 
-def ink(figure: Any, axes: Any, cells: Numbers, label: str, **options: Any) -> None:
+def ink(figure: Any, axes: Any, cells: Numbers, label: str) -> None:
     """Draw ``cells [rows, columns]`` in shades of grey, larger values darker, with a scale beside them."""
-    largest = float(np.nanmax(cells)) if cells.size and not np.isnan(cells).all() else 1.0
-    limits = {"vmin": 0.0, "vmax": largest or 1.0} | options
-    axes.set_facecolor("white")
-    image = axes.imshow(cells, cmap="Greys", aspect="auto", interpolation="nearest", **limits)
+    largest = float(cells.max()) or 1.0
+    image = axes.imshow(cells, cmap="Greys", aspect="auto", interpolation="nearest", vmin=0.0, vmax=largest)
     _scale(figure.colorbar(image, ax=axes, pad=0.01), label)
 
 
@@ -168,8 +169,7 @@ def draw_picture(rows: Sequence[CellResult], path: Path, *, title: str, caption:
     lengths = sorted({row.length for row in rows})
     labels, cells = _grid(rows, lengths)
     # 1.2 by 0.55 inches a cell, and room for labels.
-    figure = new_figure(2.2 + 1.2 * len(lengths), 2.2 + 0.55 * len(labels), title=title, caption=caption)
-    axes = figure.subplots()
+    figure, axes = new_figure(2.2 + 1.2 * len(lengths), 2.2 + 0.55 * len(labels), title=title, caption=caption)
     _draw_grid(axes, cells)
     axes.set_xticks(range(len(lengths)), [tokens_label(length) for length in lengths])
     axes.set_yticks(range(len(labels)), labels)
@@ -262,14 +262,13 @@ def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None 
     parts = bins(len(steps), COLUMNS)
     cells = pooled(cells, parts)
     rows, columns = cells.shape
-    figure = new_figure(
+    figure, axes = new_figure(
         3.4 + 0.17 * columns,
         1.7 + 0.19 * rows,
         title=f"Retrieved blocks of each generated token{_where(layer, head)}",
         caption=f"{_caption(trace)} Ink: weight of a block in the output, mean over {_means(layer, head)}."
         + (f" Others: the largest of {others:,} further blocks." if others else ""),
     )
-    axes = figure.subplots()
     ink(figure, axes, cells, "weight")
     separate(axes, rows, columns)
     several = len({name for name, _ in names}) > 1
@@ -291,13 +290,12 @@ def tiers(trace: Trace) -> Any:
         raise InvalidArgument(f"trace {trace.number} retrieved no block; choose another trace")
     parts = bins(len(steps), COLUMNS // 4)
     counts = pooled(counts, parts)
-    figure = new_figure(
+    figure, axes = new_figure(
         3.0 + 0.12 * len(parts),
         3.4,
         title="Where retrieved blocks came from",
         caption=f"{_caption(trace)} Entries of all lists of all layers; a block in two lists counts twice.",
     )
-    axes = figure.subplots()
     below = np.zeros(len(parts))
     for name, row in zip((*TIERS, KEPT), counts, strict=True):
         if row.any():
@@ -327,14 +325,13 @@ def margins(trace: Trace, *, layer: int | None = None) -> Any:
             "another trace or layer"
         )
     parts = bins(len(steps), COLUMNS)
-    figure = new_figure(
+    figure, axes = new_figure(
         3.5 + 0.1 * len(parts),
         3.4,
         title=f"How clearly the best block stood out{_where(layer, None)}",
         caption=f"{_caption(trace)} Median over lists, and from the least to the largest in grey. In the units of "
         "scores, which differ between mechanisms and layers.",
     )
-    axes = figure.subplots()
     places = np.arange(len(parts))
     for column, (name, marker, line) in enumerate((("second", "o", "-"), ("last", "s", "--"))):
         groups = [np.concatenate([leads[step][:, column] for step in part]) for part in parts]
@@ -382,12 +379,9 @@ def _token_axis(axes: Any, steps: Sequence[Step], words: Sequence[str] | None, p
 
 
 def _step_axis(axes: Any, parts: list[range]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
-    stop = parts[-1].stop
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place * stop / len(parts):,.0f}"))
-    axes.set_xlabel("step (0 chose the first token)" + (f", {stop / len(parts):.1f} in a column" * (stop > len(parts))))
+    steps = parts[-1].stop / len(parts)
+    count_axis(axes.xaxis, 12, steps)
+    axes.set_xlabel("step (0 chose the first token)" + (f", {steps:.1f} in a column" if steps > 1 else ""))
 
 
 def _where(layer: int | None, head: int | None) -> str:
@@ -428,7 +422,7 @@ def similarity(document: Document, *, layer: int | None = None) -> Any:
     parts = bins(len(blocks), CELLS)
     cells = _cosines(document, layer, parts)
     size = 2.4 + min(4.2, max(1.6, 0.25 * len(parts)))
-    figure = new_figure(
+    figure, axes = new_figure(
         size + 1.4,
         size,
         title=f"Likeness of the landmarks of {drawable(document.name, longest=32)}, layer {layer}",
@@ -436,7 +430,6 @@ def similarity(document: Document, *, layer: int | None = None) -> Any:
         + (f", {len(blocks) / len(parts):.0f} in a cell: means over all pairs" if len(parts) < len(blocks) else "")
         + ". Shades from the 5th to the 95th percentile of what is off the diagonal.",
     )
-    axes = figure.subplots()
     low, high = _range(cells)
     first, stop = blocks.start - 0.5, blocks.stop - 0.5
     image = axes.imshow(
@@ -464,7 +457,7 @@ def document_margins(document: Document, *, layer: int | None = None, top_k: int
         )
     asking = [blocks[part.start] for part in bins(len(blocks), ASKING)]
     scores = _best_others(document, layer, asking, top_k + 1)
-    figure = new_figure(
+    figure, axes = new_figure(
         7.5,
         3.6,
         title=f"Score margins in {drawable(document.name, longest=32)}, layer {layer}",
@@ -472,7 +465,6 @@ def document_margins(document: Document, *, layer: int | None = None, top_k: int
         "finds itself. Scores are inner products of landmarks, mean over key heads. Equal scores have no "
         "mark.",
     )
-    axes = figure.subplots()
     size = 3.0 if len(asking) > 100 else 5.0
     lead, edge = scores[:, 0] - scores[:, 1], scores[:, top_k - 1] - scores[:, top_k]
     axes.plot(asking, lead, "o", color="0.6", markersize=size, label="best over second", zorder=2)
@@ -556,15 +548,15 @@ def audit_picture(audit: Audit) -> Any:
     stored, unit = (audit.blocks, "blocks") if audit.stored_tokens is None else (audit.stored_tokens, "tokens")
     mass = "the softmax over all scores" if audit.memory is None else f"the attention on {unit}"
     place = "group of upper layers" if audit.mechanism == "drt" else "layer"
-    figure = new_figure(
+    figure, (left, middle, right) = new_figure(
         5.2 + 0.42 * min(heads, 16),
         2.0 + 0.2 * rows,
         title=f"Retrieved blocks, compared with the true best: {', '.join(audit.documents)}",
         caption=f"{audit.top_k:,} of {stored:,} {unit} retrieved, {audit.steps} steps. Captured mass: the share of "
         f"{mass} that went to the retrieved ones. Recall: the share of the true best {unit} that was "
         "retrieved. White is 0%, black is 100%. Dotted: both by chance.",
+        columns=3,
     )
-    left, middle, right = figure.subplots(1, 3, sharey=True)
     _cells(left, captured, "captured mass")
     _cells(middle, recall, "recall")
     _lines(right, captured, recall, audit.chance)

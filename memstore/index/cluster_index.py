@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -240,28 +240,19 @@ MEASURED_VALUES = table(
 CLUSTER_TENSORS = ("centres", "radii", "inverse")
 
 
+@dataclass(eq=False, repr=False)
 class ClusterBase(BaseBlocks):
     """The clusters of all heads, over blocks ``ids [n]`` ascending."""
 
-    def __init__(
-        self,
-        ids: Tensor,
-        heads: list[Clusters],
-        probes: int,
-        recall: float,
-        learned_from: int,
-        curve: list[list[float]],
-    ) -> None:
-        super().__init__(ids)
-        self.heads = heads
-        self.probes = probes
-        """Lists that a search reads."""
-        self.recall = recall
-        """Recall of the best 8 keys, measured on held-out queries."""
-        self.learned_from = learned_from
-        """Number of queries of each head."""
-        self.curve = curve
-        """Measurements: number of lists read, and the recall with so many."""
+    heads: list[Clusters]
+    probes: int
+    """Lists that a search reads."""
+    recall: float
+    """Recall of the best 8 keys, measured on held-out queries."""
+    learned_from: int
+    """Number of queries of each head."""
+    curve: list[list[float]]
+    """Measurements: number of lists read, and the recall with so many."""
 
 
 class ClusterIndex(VectorIndex):
@@ -269,12 +260,11 @@ class ClusterIndex(VectorIndex):
 
     ``settings`` is the share of the best blocks that searches should find, 0.97 if empty: ``clusters:0.99``. With 1
     they read all lists. Every returned score is true. Blocks with equal scores are ordered by id, the smaller first.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)
     kind = "clusters"
+    typed = True
 
     def _prepare(self, settings: str) -> None:
         library()
@@ -286,45 +276,41 @@ class ClusterIndex(VectorIndex):
         """Begin with an empty ``tail``; searches should find the share ``recall`` of the best blocks."""
         self.wanted_recall = recall
         self._tail = tail
-        self._base: ClusterBase | None = None
+        self.base: ClusterBase | None = None
+        """The clusters in use; None before the first."""
         self._log: deque[Tensor] = deque()  # each [G, m, D], the newest last
         self._kept = 0  # queries of each head in it
         self._tried = 0  # queries available when clusters were last made
         self._new_queries = False  # since then
         self._rebuild: Rebuild[ClusterBase] = Rebuild()
 
-    @property
-    def base(self) -> ClusterBase | None:
-        """Return the clusters in use; None before the first."""
-        return self._base
-
     def __len__(self) -> int:
-        return len(self._tail) + (0 if self._base is None else len(self._base))
+        return len(self._tail) + (0 if self.base is None else len(self.base))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} blocks, {len(self._tail)} of them searched exactly)"
 
     @property
     def nbytes(self) -> int:
-        base = 0 if self._base is None else sum(head.nbytes for head in self._base.heads) + self._base.ids.nbytes
+        base = 0 if self.base is None else sum(head.nbytes for head in self.base.heads) + self.base.ids.nbytes
         return base + self._tail.nbytes + sum(part.nbytes for part in self._log)
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         self._adopt()
         contract.check_ids(ids)
-        if self._base is not None:
-            contract.check_new(self._base.holds(ids), ids)
+        if self.base is not None:
+            contract.check_new(self.base.holds(ids), ids)
         self._tail.add(ids, keys)
         self._consider()
 
     def remove(self, ids: Tensor) -> None:
         self._adopt()
         contract.check_ids(ids)
-        old = torch.zeros_like(ids, dtype=torch.bool) if self._base is None else self._base.holds(ids)
+        old = torch.zeros_like(ids, dtype=torch.bool) if self.base is None else self.base.holds(ids)
         self._tail.remove(ids[~old])
-        if self._base is not None:
-            self._base.drop(ids[old])
-            self._base = self._base if len(self._base) else None
+        if self.base is not None:
+            self.base.drop(ids[old])
+            self.base = self.base if len(self.base) else None
         self._rebuild.note_removed(ids)
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
@@ -333,7 +319,7 @@ class ClusterIndex(VectorIndex):
         contract.check_allowed(allowed)
         grouped = self._grouped(queries).detach()
         self._keep(grouped)
-        base = self._base
+        base = self.base
         if base is None:
             return self._tail.search(queries, k, allowed=allowed)
         heads = [self._search_base(base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
@@ -347,26 +333,26 @@ class ClusterIndex(VectorIndex):
         """Return the score of every block, ``([H, T, N] float32, ids [N] ascending)``, no faster than exact search."""
         self._adopt()
         scores, ids = self._tail.score(queries, allowed=allowed)
-        if self._base is None:
+        if self.base is None:
             return scores, ids
-        wanted = self._base.wanted(allowed)
+        wanted = self.base.wanted(allowed)
         grouped = self._grouped(queries).detach()
-        of_keys = [head.score(rows, self.dtype) for head, rows in zip(self._base.heads, grouped, strict=True)]
+        of_keys = [head.score(rows, self.dtype) for head, rows in zip(self.base.heads, grouped, strict=True)]
         best = torch.stack(of_keys).unflatten(2, (-1, self.keys_per_block)).amax(3)[..., wanted]
-        ids, order = torch.cat((ids, self._base.ids[wanted])).sort()
+        ids, order = torch.cat((ids, self.base.ids[wanted])).sort()
         return torch.cat((scores, best.reshape(*queries.shape[:2], -1)), 2)[..., order], ids
 
     def finish(self) -> None:
         self._adopt(wait=True)
-        stale = self._base is None or self._base.removed or len(self._tail) or self._new_queries
+        stale = self.base is None or self.base.removed or len(self._tail) or self._new_queries
         if stale and len(self) * self.keys_per_block >= SMALLEST:
             self._begin()
             self._adopt(wait=True)
 
     def facts(self) -> Mapping[str, Any]:
         facts: dict[str, Any] = {"kind": self.kind, "exact_blocks": len(self._tail)}
-        if self._base is not None:
-            base = self._base
+        if self.base is not None:
+            base = self.base
             facts |= {"lists": len(base.heads[0].centres), "probes": base.probes, "recall": round(base.recall, 4)}
             facts |= {"learned_from_queries": base.learned_from}
         return facts
@@ -378,16 +364,16 @@ class ClusterIndex(VectorIndex):
         self._adopt(wait=True)
         ids, keys = self._tail_content()
         tensors, measured = {"tail_ids": ids, "tail_keys": keys, "logged": self._logged()}, {}
-        if self._base is not None:
-            alive, heads = self._base.alive, self._base.heads
+        if self.base is not None:
+            alive, heads = self.base.alive, self.base.heads
             rows = alive.repeat_interleave(self.keys_per_block)
             content = [head.content() for head in heads]
-            tensors["ids"] = self._base.ids[alive]
+            tensors["ids"] = self.base.ids[alive]
             tensors["keys"] = torch.stack([keys[rows].to(self.dtype) for keys, _ in content])
             tensors["lists"] = torch.stack([lists[rows] for _, lists in content])
             for name in CLUSTER_TENSORS:
                 tensors[name] = torch.stack([getattr(head, name) for head in heads])
-            measured = {name: getattr(self._base, name) for name in MEASURED}
+            measured = {name: getattr(self.base, name) for name in MEASURED}
         files.save(path, self._about | {"measured": measured}, tensors)
 
     def load(self, path: Path) -> None:
@@ -401,7 +387,7 @@ class ClusterIndex(VectorIndex):
             heads = [Clusters(*(part.clone() for part in head)) for head in parts]
             base = ClusterBase(tensors["ids"].clone(), heads, **measured)
         self._adopt(wait=True)
-        self._base, self._tail = base, self._new_tail()
+        self.base, self._tail = base, self._new_tail()
         self._tail.add(tensors["tail_ids"], tensors["tail_keys"])
         self._log = deque([tensors["logged"].clone()])
         self._kept = tensors["logged"].shape[1]
@@ -434,10 +420,6 @@ class ClusterIndex(VectorIndex):
         content.require(not torch.isin(ids, content.tensors["tail_ids"]).any(), "ids")
         return measured
 
-    @property
-    def _about(self) -> dict[str, Any]:
-        return files.identity(self, dtype=self.dtype)
-
     def _new_tail(self) -> ExactIndex:
         return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype, self.device)
 
@@ -462,7 +444,7 @@ class ClusterIndex(VectorIndex):
 
     def _consider(self) -> None:
         """Start making clusters if the tail has become long and there are queries to learn from."""
-        base = self._base
+        base = self.base
         long = len(self._tail) * self.keys_per_block >= SMALLEST
         long &= base is None or GROWTH * len(self._tail) >= len(base.ids)
         if long and (base is not None or self._kept >= max(ENOUGH, 2 * self._tried)):
@@ -474,7 +456,7 @@ class ClusterIndex(VectorIndex):
         self._tried, self._new_queries, logged = self._kept, False, self._logged()
         if min(len(queries.unique(dim=0)) for queries in logged) < ENOUGH:
             return
-        base = self._base
+        base = self.base
         old = None if base is None else (base.ids, base.alive.clone(), base.heads)
         self._rebuild.begin(partial(make_base, self._tail_content(), old, logged, self.wanted_recall))
 
@@ -485,7 +467,7 @@ class ClusterIndex(VectorIndex):
             return
         newer, _ = self._tail_content()
         self._tail.remove(newer[base.holds(newer)])
-        self._base = base if len(base) else None
+        self.base = base if len(base) else None
 
     def _refuses(self, base: ClusterBase) -> bool:  # noqa: ARG002 - `AutoIndex` looks at it
         """Return whether new clusters are rejected."""
@@ -639,13 +621,13 @@ class AutoIndex(ClusterIndex):
         return super().search(queries, k, allowed=allowed)
 
     def facts(self) -> Mapping[str, Any]:
-        picked = "exact" if self._base is None else f"clusters:{self.wanted_recall:g}"
+        picked = "exact" if self.base is None else f"clusters:{self.wanted_recall:g}"
         return {**super().facts(), "kind": "auto", "picked": picked, "why": self._reason()}
 
     def save(self, path: Path) -> None:
         """Write the index to the file ``path``: as an exact index, or with its clusters, which take minutes to make."""
         self._adopt(wait=True)
-        if self._base is None:
+        if self.base is None:
             self._tail.save(path)
         else:
             super().save(path)
@@ -664,7 +646,7 @@ class AutoIndex(ClusterIndex):
                 raise DamagedError(
                     f"{path} belongs to another index: its index is {other!r}, not 'exact'. Rebuild the index."
                 )
-        self._large, self._refused = self._base is not None, None
+        self._large, self._refused = self.base is not None, None
         self._grow()
 
     def _grow(self) -> None:
@@ -677,14 +659,14 @@ class AutoIndex(ClusterIndex):
             super()._consider()
 
     def _refuses(self, base: ClusterBase) -> bool:
-        refused = self._base is None and base.probes * LARGEST_SHARE > len(base.heads[0].centres)
+        refused = self.base is None and base.probes * LARGEST_SHARE > len(base.heads[0].centres)
         self._refused = base if refused else self._refused
         return refused
 
     def _reason(self) -> str:
         if not self._large:
             return self._obstacle or f"{len(self):,} blocks: exact search is fast"
-        base, refused = self._base, self._refused
+        base, refused = self.base, self._refused
         if base is not None:
             return (
                 f"the recall on held-out queries was {base.recall:.3f}, {_looked(base)}; the setting asks for "

@@ -32,8 +32,6 @@ class CodeIndex(VectorIndex):
     is exact. ``search`` always returns true scores. The blocks that it finds may differ at the end of the list, where
     scores differ by less than one part in 100. ``score`` uses the rounded queries. Blocks with equal scores are ordered
     by id, the smaller first.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)
@@ -97,10 +95,10 @@ class CodeIndex(VectorIndex):
 
     def save(self, path: Path) -> None:
         ids, keys = self._content()
-        files.save(path, files.identity(self), {"ids": ids, "keys": keys.to(torch.int8)})
+        files.save(path, self._about, {"ids": ids, "keys": keys.to(torch.int8)})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, files.identity(self))
+        content = files.load(path, self._about)
         shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
         content.check(ids=(torch.int64, ("n",)), keys=(torch.int8, shape))
         keys = content.tensors["keys"]

@@ -56,14 +56,16 @@ class IndexCapabilities:
 class VectorIndex(ABC):
     """Blocks of keys, each block with ``P`` keys for each of ``G`` heads.
 
-    The index can always be rebuilt from the store, the single source of truth. Added blocks are searchable at once. If
-    ``capabilities.exact`` is False, a search may miss blocks, but every returned block exists, is allowed, and has its
-    true score.
+    The index can always be rebuilt from the store, the single source of truth. Added blocks are searchable at once. A
+    search during an addition in another thread is not safe; the memory holds a lock. If ``capabilities.exact`` is
+    False, a search may miss blocks, but every returned block exists, is allowed, and has its true score.
     """
 
     capabilities: IndexCapabilities
     kind = ""
     """The kind in its facts and files; empty: the name of its class."""
+    typed = False
+    """Whether its files hold keys in ``dtype``."""
 
     def __init__(
         self,
@@ -105,6 +107,12 @@ class VectorIndex(ABC):
         """Check ``queries [H, T, D]``; return ``[G, R, D]`` float32: the query heads of a key head are more rows."""
         check_queries(queries, self.key_heads, self.key_dim, wait=wait)
         return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """The facts that a file of the index must match; see ``files.load``."""
+        sizes = {name: getattr(self, name) for name in ("key_heads", "keys_per_block", "key_dim")}
+        return {"index": self.kind, **sizes} | ({"dtype": str(self.dtype).removeprefix("torch.")} if self.typed else {})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} blocks, {self.key_heads}x{self.keys_per_block}x{self.key_dim})"

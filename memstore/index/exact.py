@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +54,11 @@ class ExactIndex(VectorIndex):
     ``dtype`` may be ``torch.int8``, for keys that are whole numbers from -127 to 127, and ``torch.bool``, for keys of
     +1 and -1, stored as one bit each. That is for GPUs, where they are searched in this form
     (``memstore.kernels.best_codes``); a CPU is faster with the indexes ``codes`` and ``signs``.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True, devices=True)
     kind = "exact"
+    typed = True
 
     def _prepare(self, settings: str) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
@@ -124,7 +123,7 @@ class ExactIndex(VectorIndex):
             rows = chunk.run_of(allowed)
             rows = chunk.wanted(allowed).nonzero().squeeze(1) if rows is None else rows
             for tile in chunk.tiles(max(1, tile_keys // self.keys_per_block), rows):
-                heads = [_rounded_scores(tile, grouped[head], head) for head in range(self.key_heads)]
+                heads = [_block_scores(tile, grouped[head], head, rounded=True) for head in range(self.key_heads)]
                 parts.append(torch.stack(heads))
                 ids.append(tile.ids)
         order_of_ids = torch.cat(ids).argsort()
@@ -149,10 +148,6 @@ class ExactIndex(VectorIndex):
         content.check(ids=(torch.int64, ("n",)), keys=(held, sizes))
         self._chunks.check_codes(content)
         self._take(content.tensors)
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return files.identity(self, dtype=self.dtype)
 
     def _tensors(self) -> dict[str, Tensor]:
         return self._chunks.tensors()
@@ -230,7 +225,7 @@ class ExactIndex(VectorIndex):
         keys = TILE_KEYS if len(queries) > FEW_QUERIES else TILE_KEYS_OF_FEW
         for number, chunk, rows in scans:
             for tile in chunk.tiles(max(1, keys // self.keys_per_block), rows):
-                scores = _block_scores(tile, queries, head)
+                scores = _block_scores(tile, queries, head).contiguous()
                 # After the first tiles most queries have better blocks than a whole tile.
                 better = (scores.amax(1) >= best.scores.amin(1)).nonzero().squeeze(1)
                 if better.numel():
@@ -334,22 +329,17 @@ def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | No
     return found, filled(at, k, -1).masked_fill(found == -torch.inf, -1)
 
 
-def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
-    """Return ``[R, n]`` float32: the largest product of each of ``queries [R, D]`` with each block's keys."""
+def _block_scores(tile: Tile, queries: Tensor, head: int, *, rounded: bool = False) -> Tensor:
+    """Return ``[R, n]`` float32: the largest product of each of ``queries [R, D]`` with each block's keys.
+
+    ``rounded``: with products in the type of the keys, unless they are codes.
+    """
     keys = tile.keys[head]  # [n, P, D]
     if not keys.is_floating_point():
         return best_codes(keys, queries)
-    if keys.shape[1] == 1:
+    if keys.shape[1] == 1 and not rounded:
         return queries @ keys.squeeze(1).float().T
-    products = keys.flatten(0, 1).float() @ queries.T  # [n*P, R]
-    return products.view(*keys.shape[:2], -1).amax(1).T.contiguous()
-
-
-def _rounded_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
-    """Return ``_block_scores``, with products in the type of the keys unless they are codes."""
-    keys = tile.keys[head]
-    if not keys.is_floating_point():
-        return best_codes(keys, queries)
-    products = keys.flatten(0, 1) @ queries.to(keys.dtype).T
+    dtype = keys.dtype if rounded else torch.float32
+    products = keys.flatten(0, 1).to(dtype) @ queries.to(dtype).T  # [n*P, R]
     # This order, because a maximum over bfloat16 is slow on CPUs.
-    return products.float().reshape(*keys.shape[:2], -1).amax(1).T
+    return products.float().view(*keys.shape[:2], -1).amax(1).T

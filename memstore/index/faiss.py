@@ -51,8 +51,7 @@ _log = logging.getLogger("memstore.index")
 class FaissIndex(ExactIndex):
     """``settings`` is a factory string of FAISS with options after semicolons: see ``Settings``.
 
-    Searches may miss blocks; found blocks exist, are allowed, and have their true scores. ``score`` is as in an exact
-    index. Also as there, a search during an addition in another thread is not safe.
+    ``score`` is as in an exact index.
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import contract
-from memstore.index.contract import VectorIndex
 from memstore.json_checks import anything, fit, members, parse, row, text
 
 KIND = "memstore index 2"
@@ -118,12 +117,6 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
         differences = "; ".join(f"{name} {there.get(name)!r}, not {facts[name]!r}" for name in wrong)
         raise DamagedError(f"{path} belongs to another index: it has {differences}. Rebuild the index.")
     return Content(path, tensors, there)
-
-
-def identity(index: VectorIndex, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return the ``facts`` of ``save`` and ``load`` that a file of an index must match."""
-    sizes = {name: getattr(index, name) for name in ("key_heads", "keys_per_block", "key_dim")}
-    return {"index": index.kind, **sizes} | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -105,10 +105,10 @@ class MilvusIndex(VectorIndex):
             for entity in self._call("query", self._name, filter=f"block in {some}", output_fields=FIELDS):
                 vector = torch.tensor(entity["key"])
                 keys[rows[entity["block"]], entity["head"], entity["offset"]] = vector
-        files.save(path, files.identity(self), {"ids": ids, "keys": keys})
+        files.save(path, self._about, {"ids": ids, "keys": keys})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, files.identity(self))
+        content = files.load(path, self._about)
         shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
         content.check(ids=(torch.int64, ("n",)), keys=(torch.float32, shape))
         old, self._name = self._name, f"memstore_{uuid.uuid4().hex}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Generic, TypeVar
 
@@ -32,16 +33,18 @@ def library() -> ModuleType:
     return faiss
 
 
+@dataclass(eq=False, repr=False)
 class BaseBlocks:
     """The blocks of a base: ``ids [n]`` int64, in any order."""
 
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-        self.alive = torch.ones(len(ids), dtype=torch.bool)
+    ids: Tensor
+
+    def __post_init__(self) -> None:
+        self.alive = torch.ones(len(self.ids), dtype=torch.bool)
         """``[n]``: the blocks that were not removed."""
         self.removed = 0
         """The number of removed blocks."""
-        self._by_id = ids.argsort()
+        self._by_id = self.ids.argsort()
 
     def __len__(self) -> int:
         return len(self.ids) - self.removed

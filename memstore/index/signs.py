@@ -28,8 +28,6 @@ class SignIndex(VectorIndex):
     ``score`` rounds sums of five numbers of a query to 16 bits. For keys of 256 numbers its error is less than 1/1200
     of the sum of the query's absolute numbers, and usually a tenth of that. For n times as many numbers it is n times
     that. It is exact if queries are signs. Blocks with equal scores are ordered by id, the smaller first.
-
-    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True)
@@ -91,10 +89,10 @@ class SignIndex(VectorIndex):
         return scores.reshape(*queries.shape[:2], len(ids)).to(queries.device), ids.to(queries.device)
 
     def save(self, path: Path) -> None:
-        files.save(path, files.identity(self), {"ids": self._ids[self._held], "words": self._words[:, self._held]})
+        files.save(path, self._about, {"ids": self._ids[self._held], "words": self._words[:, self._held]})
 
     def load(self, path: Path) -> None:
-        content = files.load(path, files.identity(self))
+        content = files.load(path, self._about)
         shape = (self.key_heads, "n", *words_shape(self.keys_per_block, self.key_dim))
         content.check(ids=(torch.int64, ("n",)), words=(torch.int16, shape))
         self._hold(content.tensors["ids"], content.tensors["words"])

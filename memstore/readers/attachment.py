@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -739,6 +740,13 @@ def changed(thing: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(thing, name, value)
+
+
+def replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
+    """Set an attribute of an instance, in front of that of its class, until ``stack`` is closed."""
+    before = vars(thing).get(name)
+    setattr(thing, name, value)
+    stack.callback(partial(setattr, thing, name, before) if before else partial(delattr, thing, name))
 
 
 def _return_freed_memory() -> None:

@@ -7,14 +7,11 @@ pass. The digest for this checksum is kept in the user's cache folder.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +19,10 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
+from memstore import paths
 from memstore.errors import InvalidArgument
 from memstore.memory import Fingerprint
 from memstore.memory.spec import byte_rows
-from memstore.paths import cache_folder
 
 PIECE = 1 << 26
 """Bytes that are summed up at once."""
@@ -171,7 +168,7 @@ def _digest_of_all(model: nn.Module) -> str:
     # If only some of the processes had a cached digest, the others would wait forever.
     if not any(tensor.device.type == "cuda" for _, tensor in weights) or any(_divided(each) for _, each in weights):
         return _digest(weights)
-    kept = cache_folder() / "weights" / _checksum(weights)
+    kept = paths.cache_folder() / "weights" / _checksum(weights)
     with suppress(OSError, ValueError):
         known = kept.read_text(encoding="ascii")
         if len(bytes.fromhex(known)) == 16:
@@ -179,10 +176,7 @@ def _digest_of_all(model: nn.Module) -> str:
     digest = _digest(weights)
     with suppress(OSError):  # then it is computed again next time
         kept.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=kept.parent)
-        with os.fdopen(number, "w", encoding="ascii") as file:
-            file.write(digest)
-        Path(name).replace(kept)  # atomic, because other processes read it
+        paths.write(kept.parent, kept.name, [digest.encode()], durable=False)
     return digest
 
 

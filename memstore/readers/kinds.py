@@ -21,7 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel, first_line
 
@@ -163,16 +163,10 @@ class Retrieval:
             if value is None or (value != word and (type(value) is not int or value < least)):
                 expected = f"a whole number of at least {least}" + (f" or {word!r}" if word else "")
                 raise InvalidArgument(f"Retrieval.{name} must be {expected}, got {value!r}")
-        choices = {
-            "share": ("none", "group", "layer", "model"),
-            "share_tokens": (True, False),
-            "pool": ("max", "mean"),
-            "positions": ("stingy", "true", "clamped"),
-            "order": ("score", "time"),
-            "on_error": ("raise", "miss"),
-        }
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
+        for name, hint in get_type_hints(Retrieval).items():
+            allowed = (True, False) if hint is bool else get_args(hint)
+            choice = hint is bool or get_origin(hint) is Literal
+            if choice and (value := getattr(self, name)) not in allowed:
                 known = ", ".join(map(repr, allowed))
                 raise InvalidArgument(f"Retrieval.{name} must be one of {known}, got {value!r}")
         if not _within(self.words, math.inf):

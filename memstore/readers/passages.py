@@ -78,10 +78,10 @@ class Passage:
     """Its page, from 1; None for a document without pages."""
     score: float | None
     """Its score in a search, or for the question of an answer. None if the block needed no choice."""
-    attention: float | None
+    attention: float | None = None
     """The share of attention on its states: the mean over an answer's tokens, layers and heads. None without an answer,
     or if only its text was attended to. Attention on quoted text does not count."""
-    quoted: bool
+    quoted: bool = False
     """Whether a paragraph that overlaps it also stood as text before the question."""
     excerpt: str
     """The sentence or line of the block with most of the words, rare ones first, and the text after it; on one line."""
@@ -202,12 +202,10 @@ def _paragraphs(
             last = first + len(own)
         before = [each.end() for each in BLANK.finditer(text, begin(block - REACH_BLOCKS), first)]
         behind = BLANK.search(text, last, begin(block + 1 + REACH_BLOCKS))
-        start = before[-1] if before else begin(block - (REACH_BLOCKS if block - REACH_BLOCKS <= live.start else 1))
-        stop = (
-            behind.start()
-            if behind
-            else begin(block + 1 + (REACH_BLOCKS if block + 1 + REACH_BLOCKS >= live.stop else 1))
-        )
+        reach_before = REACH_BLOCKS if block - REACH_BLOCKS <= live.start else 1
+        reach_behind = REACH_BLOCKS if block + 1 + REACH_BLOCKS >= live.stop else 1
+        start = before[-1] if before else begin(block - reach_before)
+        stop = behind.start() if behind else begin(block + 1 + reach_behind)
         for span in _fitting(text, _between(BLANK, text, start, stop), range(first, last), words):
             chosen.setdefault(span, []).append(block)
     met = list[tuple[int, int, list[int]]]()
@@ -347,8 +345,6 @@ def passages(reader: Reader, matches: Sequence[Match], words: str) -> list[Passa
                 line=None if line is None else line + each.counted("\n", at),
                 page=None if page is None else page + each.counted("\f", at),
                 score=score,
-                attention=None,
-                quoted=False,
                 excerpt=excerpt,
                 text=each.own.replace("\f", "\n"),
             )
@@ -413,9 +409,8 @@ def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str
     chosen = sums.index(max(sums))
     first, *others = around.sentences[chosen:]
     start, text = first.start, around.text
-    if (
-        first.stop - start > EXCERPT_CHARS
-    ):  # a part of it, with the rarest of the words, or else with the beginning of the block
+    # Of a long sentence a part is shown: with the rarest of the words, or else with the beginning of the block.
+    if first.stop - start > EXCERPT_CHARS:
         rare = max({*first.words} & weights.keys(), key=lambda word: (weights[word], word), default="")
         word = re.compile(rf"\b{re.escape(rare)}\b", re.IGNORECASE)
         inside = max(start, around.start)

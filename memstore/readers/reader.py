@@ -159,11 +159,9 @@ def attach(
 
 
 class Reader(Attachment):
-    """A model with a memory, for the length of a ``with`` block; ``memstore.attach`` makes it.
+    """A model with a memory, for the length of a ``with`` block; see ``memstore.attach``, which makes it.
 
-    Nothing is opened, locked or changed before the block. Inside it ``read`` stores texts, and ``model(...)`` and
-    ``model.generate(...)`` continue the document. Questions and generated text are not stored; append them to keep
-    them. On leaving the block, also by an exception, the model is as it was before. One thread at a time.
+    Questions and generated text are not stored; append them to keep them. One thread at a time.
     """
 
     def cache(self, rows: int = 1) -> Any:  # noqa: ARG002 - for overrides

@@ -84,6 +84,13 @@ class ReaderTests(ABC):
         states = [view.gather(blocks)[name] for view in views for name in reader.memory.spec.fields]
         return states + [views[layer].landmarks(blocks) for layer in indexed]
 
+    @contextlib.contextmanager
+    def after_text(self, memory: Any = "ram:") -> Iterator[Reader]:
+        """Attach a new model to ``memory``, and read a text into it."""
+        with self.attach(self.model(), memory) as reader:
+            reader.read(self.text(reader.model))
+            yield reader
+
     def answer(self, place: str) -> Tensor:
         """Answer in a process that has only this class and the memory."""
         with self.attach(self.model(), place, mode="r") as reader:
@@ -155,9 +162,7 @@ class ReaderTests(ABC):
             assert not torch.equal(self.asked(reader), bare)
 
     def test_another_process_answers_the_same(self, tmp_path: Path) -> None:
-        model = self.model()
-        with self.attach(model, tmp_path / "m") as reader:
-            reader.read(self.text(model))
+        with self.after_text(tmp_path / "m") as reader:
             here = self.asked(reader)
         saved = tmp_path / "answer"
         elsewhere = (type(self), str(tmp_path / "m"), str(saved))
@@ -210,9 +215,8 @@ class ReaderTests(ABC):
     # Asking
 
     def test_rows_of_a_batch_are_answered_as_each_alone(self) -> None:
-        model = self.model()
-        with self.attach(model, "ram:") as reader, torch.no_grad():
-            reader.read(self.text(model))
+        with self.after_text() as reader, torch.no_grad():
+            model = reader.model
             long, short = self.text(model, 1)[None, :9], self.text(model, 2)[None, :5]
             ids = torch.cat([long, torch.nn.functional.pad(short, (4, 0))])
             mask = torch.ones_like(ids)
@@ -257,12 +261,10 @@ class ReaderTests(ABC):
                 reader.search(question, layer=1000)
 
     def test_what_is_retrieved_can_be_recorded(self) -> None:
-        model = self.model()
-        with self.attach(model, "ram:") as reader:
-            reader.read(self.text(model))
-            question = self.text(model, 1)[None, :9]
+        with self.after_text() as reader:
+            question = self.text(reader.model, 1)[None, :9]
             with reader.record(question="why?") as recorder:
-                new = model.generate(question, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, 9:]
+                new = reader.model.generate(question, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, 9:]
                 recorder.close(new.tolist())
                 with pytest.raises(InvalidArgument, match="already recording"), reader.record():
                     pass
@@ -282,10 +284,8 @@ class ReaderTests(ABC):
                 assert (shares.sum(1) < 1.01).all(), "shares of attention"
 
     def test_an_audit_says_what_attention_wanted_or_that_there_is_none(self) -> None:
-        model = self.model()
-        with self.attach(model, "ram:") as reader:
-            question = self.text(model, 1)[:9]
-            reader.read(self.text(model))
+        with self.after_text() as reader:
+            question = self.text(reader.model, 1)[:9]
             if not reader.kind.audit:
                 with pytest.raises(UnsupportedModel, match="has no audit"):
                     reader.audit(question)
@@ -306,17 +306,16 @@ class ReaderTests(ABC):
                     use("Who was it?")
 
     def test_the_memory_of_another_model_is_refused(self, tmp_path: Path) -> None:
-        with self.attach(self.model(), tmp_path / "m") as reader:
-            reader.read(self.text(reader.model))
+        with self.after_text(tmp_path / "m"):
+            pass
         with pytest.raises(ForeignMemory, match="weights"):
             self.attach(self.model(seed=1), tmp_path / "m").open()
         with memstore.open(tmp_path / "m", mode="a"):
             pass  # a refused reader must not hold the lock
 
     def test_damaged_states_are_not_answered_from(self, tmp_path: Path) -> None:
-        model = self.model()
-        with self.attach(model, tmp_path / "m") as reader:
-            reader.read(self.text(model))
+        with self.after_text(tmp_path / "m") as reader:
+            model = reader.model
         data = bytearray((tmp_path / "m" / "data.mdb").read_bytes())
         with memstore.open(tmp_path / "m", mode="r") as memory:
             document = memory.document("text")
@@ -409,9 +408,8 @@ class ReaderTests(ABC):
     # Before and after the block
 
     def test_nothing_is_opened_before_the_block(self, tmp_path: Path) -> None:
-        model = self.model()
-        with self.attach(model, tmp_path / "m") as reader:
-            reader.read(self.text(model))
+        with self.after_text(tmp_path / "m") as reader:
+            model = reader.model
         waiting = self.attach(model, tmp_path / "m")
         with memstore.open(tmp_path / "m", mode="a") as memory:
             assert len(memory.documents()) == 1

@@ -460,10 +460,7 @@ class StoreMachine(RuleBasedStateMachine):
     def append(self, document: int, layer: int, count: int, seed: int) -> None:
         """Append blocks after the last one, as a document grows; the last one is written again."""
         there = [key.item for key in self.expected if key[:3] == (Table.BLOCKS, document, layer)]
-        start = max(there, default=0)
-        self._write(
-            Batch(puts=[(Key(Table.BLOCKS, document, layer, start + n), value(seed + n)) for n in range(count)])
-        )
+        self.put(Key(Table.BLOCKS, document, layer, max(there, default=0)), count, seed)
 
     @rule(key=keys, seed=st.integers(0, 255))
     def put_another_layout(self, key: Key, seed: int) -> None:

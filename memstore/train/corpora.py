@@ -53,10 +53,6 @@ class Documents:
             else:
                 yield _text(source)
 
-    def digest(self) -> str:
-        """Return a checksum of all texts."""
-        return digest(self)
-
 
 def digest(texts: Iterable[str]) -> str:
     """Return a checksum of ``texts``."""

@@ -66,7 +66,7 @@ def train_on_texts(
     documents = Documents(texts, column=column)
     settings = {
         "kind": "texts",
-        "texts": documents.digest(),
+        "texts": digest(documents),
         "context": context,
         "valid": valid,
         **start.settings(),

@@ -38,7 +38,7 @@ from memstore.models.indexed.family import IndexedLayer, attending, family_of, s
 from memstore.models.indexed.keys import DocumentKeys
 from memstore.models.reading import last_states, tokens_between
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, changed, evaluating
+from memstore.readers.attachment import Job, Place, changed, evaluating, replaced
 from memstore.readers.caches import CACHE, cache_in, check_new, with_cache
 from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
@@ -249,8 +249,8 @@ class IndexedReader(Reader):
         for layer in self.family.layers:
             ours = uncompiled(attending(layer, self._attend))
             _ATTACHED.add(ours)
-            _replaced(stack, layer.module, "forward", ours)
-        _replaced(stack, self.model, "generate", self._generating(self.model.generate))
+            replaced(stack, layer.module, "forward", ours)
+        replaced(stack, self.model, "generate", self._generating(self.model.generate))
         decoder = self.family.decoder
         outer = self.model.register_forward_pre_hook(uncompiled(self._before_model), with_kwargs=True)
         stack.callback(outer.remove)
@@ -259,7 +259,7 @@ class IndexedReader(Reader):
         for undo in (before.remove, after.remove, self._end):
             stack.callback(undo)
         if isinstance(self._carried, _CarriedStates):
-            _replaced(stack, decoder, "forward", partial(self._without_padding, decoder.forward, self._carried))
+            replaced(stack, decoder, "forward", partial(self._without_padding, decoder.forward, self._carried))
 
     def _end(self) -> None:
         self._call = self._keys = None
@@ -598,10 +598,3 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
 def _is_ours(cache: Any) -> LocalLayer | None:
     """Return a layer of ``cache`` that is ours, if any."""
     return next((each for each in getattr(cache, "layers", ()) if isinstance(each, LocalLayer)), None)
-
-
-def _replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
-    """Set an attribute of an instance to ``value``, until ``stack`` is closed."""
-    before = vars(thing).get(name)
-    setattr(thing, name, value)
-    stack.callback(partial(setattr, thing, name, before) if before else partial(delattr, thing, name))

@@ -38,7 +38,7 @@ from memstore.models.memorizing import (
 )
 from memstore.models.memorizing.options import MemorizingTraining
 from memstore.readers import kinds
-from memstore.train.corpora import Documents, Tokens, encoded, train_tokenizer
+from memstore.train.corpora import Documents, Tokens, digest, encoded, train_tokenizer
 from memstore.train.options import OPTIMISATION, Optimisation, Runtime, optimisation_of, refuse_unfit
 from memstore.train.run import Run
 from memstore.train.session import Report, Session, session
@@ -359,7 +359,7 @@ def train_on_documents(
     documents = Documents(texts, column=column)
     settings = {
         "kind": "documents",
-        "texts": documents.digest(),
+        "texts": digest(documents),
         "refresh_every": refresh_every,
         **start.settings(),
         "optimisation": optimisation.to_dict(),
@@ -474,7 +474,7 @@ def train_stock_memory(
     memory = {"layer": layer, "memory_size": memory_size, "top_k": top_k}
     settings = {
         "kind": "memory of a stock model",
-        "texts": documents.digest(),
+        "texts": digest(documents),
         "init": digest_of_files(Path(init), "*.safetensors"),
         "window": window,
         **memory,

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from memstore.errors import MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
+from memstore.readers.attachment import evaluating
 from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import NOT_INSTALLED
-from memstore.readers.stock.linear import LinearLayers, find_linear_layers
+from memstore.readers.stock.linear import LinearLayers, find_linear_layers, new_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,11 +65,7 @@ class LayerRotary:
 
     def rotate(self, keys: Tensor, cos_sin: CosSin | None) -> Tensor:
         """Rotate ``keys [B, heads, T, D]``."""
-        if cos_sin is None:
-            return keys
-        keys = keys if self.scales is None else keys / self.scales[1]
-        keys = self._turn(keys, keys[:, :1], cos_sin)[0]
-        return keys if self.scales is None else keys * self.scales[1]
+        return self.rotate_pair(keys[:, :1], keys, cos_sin)[1]
 
     def rotate_in_place(self, keys: Tensor, cos_sin: CosSin) -> None:
         """Rotate ``keys [B, heads, T, D]`` in place."""
@@ -309,10 +306,8 @@ def _comes_and_goes(model: nn.Module) -> str:
 
 def _cache_layers(model: PreTrainedModel) -> list[Any]:
     """Return the layers of a new cache, or none if transformers does not know their kind."""
-    from transformers import DynamicCache
-
     try:
-        return list(DynamicCache(config=model.config).layers)
+        return new_layers(model.config)
     except (AttributeError, KeyError, TypeError, ValueError):
         return []
 
@@ -396,13 +391,8 @@ def _recording(model: nn.Module, seen: dict[nn.Module, _ProbedModule]) -> Iterat
 @contextmanager
 def _probing(model: PreTrainedModel, probe: Any, mask: Any = lambda *_, **__: None) -> Iterator[None]:
     """Route the model's attention through ``probe``."""
-    with implementation(model, PROBE, probe, mask):
-        was_training = model.training
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(was_training)
+    with implementation(model, PROBE, probe, mask), evaluating(model):
+        yield
 
 
 # Some models pass a mask with a window to their layers and do not name the window. So they run once more with a mask

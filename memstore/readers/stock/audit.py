@@ -26,11 +26,12 @@ from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import masked_scores
 from memstore.memory import Document
 from memstore.progress import progress_bar
+from memstore.readers.attachment import changed
 from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
 from memstore.readers.stock.reader import StockReader
-from memstore.readers.stock.visible import Candidates
+from memstore.readers.stock.visible import Candidates, as_tokens
 
 READ = 256
 """Blocks whose states are read at once."""
@@ -78,13 +79,12 @@ class StockAuditor(Auditor):
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
         selection, observers = self._attached.selection, self._attached.observers
-        usual, selection.retrieval = selection.retrieval, replace(selection.retrieval, top_k=self.top_k)
         observers.append(self)
         try:
-            yield {}
+            with changed(selection, retrieval=replace(selection.retrieval, top_k=self.top_k)):
+                yield {}
         finally:
             observers.remove(self)
-            selection.retrieval = usual
 
     def choice(self, choice: Choice) -> None:
         assert isinstance(choice, StockChoice)
@@ -208,8 +208,7 @@ def _places(call: Call, candidates: Candidates, numbers: range) -> Tensor:
 def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:
     """Keys ``[G, n * S, D]`` without positions."""
     located = candidates.located(torch.arange(numbers.start, numbers.stop))
-    keys = torch.cat([document.layer(layer).gather(blocks)["k"] for document, blocks in located])
-    return keys.transpose(0, 1).flatten(1, 2)
+    return as_tokens(torch.cat([document.layer(layer).gather(blocks)["k"] for document, blocks in located]))
 
 
 def _index_recall(attached: StockReader, call: Call, layer: int, seen: _LastToken) -> float | None:

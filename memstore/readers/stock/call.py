@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -167,7 +167,7 @@ class Call(LocalTokens):
         self.codes[layer] = codes if before is None else torch.cat((before, codes), dim=1)
         if not self.reading and (self.due() or (again and self.routed)):
             span = self.selection.retrieval.span
-            rows = [self._real(row, self.codes[layer][row])[-span:] for row in range(len(codes))]
+            rows = [self._asking(row, self.codes[layer][row])[-span:] for row in range(len(codes))]
             chosen = self.selection.route(self.candidates, layer, rows)
             self.set_chosen(chosen, from_layer=self.selection.first_layer)
 
@@ -179,15 +179,17 @@ class Call(LocalTokens):
         at = self.length + self.tokens
         if self.tokens == 1 and states.chosen is not None and (every == "segment" or at - states.chosen_at < every):
             return
-        rows = [self._real(row, q[row].transpose(0, 1)).transpose(0, 1) for row in range(len(q))]
+        rows = [self._asking(row, q[row].transpose(0, 1)).transpose(0, 1) for row in range(len(q))]
         states.set_chosen(self.selection.choose_in_layer(self.candidates, states.plan, rows, whole=self.reading))
         states.chosen_at, states.searched = at, True
 
-    def _real(self, row: int, x: Tensor) -> Tensor:
+    def real(self, row: int, x: Tensor) -> Tensor:
         """Drop padding from ``x [n, ...]``, which has the last ``n`` local tokens of batch row ``row``."""
-        if self.padding is None:
-            return x
-        real = x[self.padding[row, -len(x) :].to(x.device)]
+        return x if self.padding is None else x[self.padding[row, -len(x) :].to(x.device)]
+
+    def _asking(self, row: int, x: Tensor) -> Tensor:
+        """Return what ``real`` returns. Raises ``InvalidArgument`` if nothing is left to choose by."""
+        real = self.real(row, x)
         if not len(real):
             raise InvalidArgument(f"row {row} of the batch consists of padding only")
         return real
@@ -506,12 +508,8 @@ class LayerStates(CallLayer):
 
     def _write(self, k: Tensor, v: Tensor, at: int) -> None:
         heads = self.keys.shape[1]
-        self.keys[:, :, at : at + k.shape[2]] = self._matching(k, heads)
-        self.values[:, :, at : at + v.shape[2]] = self._matching(v, heads)
-
-    def _matching(self, x: Tensor, heads: int) -> Tensor:
-        """Repeat key-value heads if every query head has its own list."""
-        return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+        self.keys[:, :, at : at + k.shape[2]] = _repeated(k, heads)
+        self.values[:, :, at : at + v.shape[2]] = _repeated(v, heads)
 
     def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
         used = self.prefix + self.call.length
@@ -555,9 +553,12 @@ class LayerStates(CallLayer):
 
 def _fill(buffer: Tensor, blocks: Tensor) -> None:
     """Write ``blocks [B or 1, heads, n, S, D]`` to ``buffer [B, heads, n * S, D]``; repeat heads if it has more."""
-    repeats = buffer.shape[1] // blocks.shape[1]
-    blocks = blocks if repeats == 1 else blocks.repeat_interleave(repeats, dim=1)
-    buffer.unflatten(2, blocks.shape[2:4]).copy_(blocks)
+    buffer.unflatten(2, blocks.shape[2:4]).copy_(_repeated(blocks, buffer.shape[1]))
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Repeat the key-value heads of ``x [B, heads, ...]`` if every query head has its own list."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 @dataclass(eq=False)
@@ -621,7 +622,7 @@ class StockChoice(Choice, Draft):
                 looks[place] = [step._look(row, lists[row % len(lists)], *weights) for row, weights in rows]
         return looks
 
-    def _look(self, row: int, lists: _Lists, weights: Array, elsewhere: Array) -> Look:
+    def _look(self, row: int, lists: dict[str, Any], weights: Array, elsewhere: Array) -> Look:
         return Look(
             layer=self.layer,
             row=row,
@@ -629,18 +630,8 @@ class StockChoice(Choice, Draft):
             elsewhere=elsewhere,
             search_us=self.search_us,
             gather_us=self.gather_us,
-            **lists._asdict(),
+            **lists,
         )
-
-
-class _Lists(NamedTuple):
-    """The part of the looks that all steps with one list share, for one batch row: ``[lists, K]``, best score first."""
-
-    documents: list[str]
-    document: Array
-    blocks: Array
-    scores: Array
-    tiers: Array
 
 
 @torch.no_grad()
@@ -684,22 +675,25 @@ def _hide(scores: Tensor, steps: Sequence[StockChoice]) -> None:
         if keys < scores.shape[-1]:
             scores[:, :, place, keys:] = float("-inf")
         if each.mask is not None:
-            mask, heads = each.mask[:, :, 0], scores.shape[1]
-            mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
+            mask = _repeated(each.mask[:, :, 0], scores.shape[1])
             scores[:, :, place, :keys] += F.pad(mask, (keys - mask.shape[-1], 0))
 
 
-def _lists(draft: StockChoice) -> list[_Lists]:
-    """Return the lists of each batch row, or one for all rows."""
+def _lists(draft: StockChoice) -> list[dict[str, Any]]:
+    """Return the part of the looks that all steps with one list share: for each batch row, or one for all rows.
+
+    Arrays are ``[lists, K]``, best score first.
+    """
     chosen, tiers = draft.fetched.chosen, draft.fetched.tiers
     order = _order(draft.fetched)
     numbers = chosen.numbers.gather(-1, order)
     names, document, blocks = draft.states.call.candidates.named(numbers)
     places = [-1 if tiers is None else TIERS.index(tiers[number]) for number in numbers.ravel().tolist()]
-    arrays = (
-        document.numpy().astype(np.int16),
-        blocks.numpy(),
-        chosen.scores.gather(-1, order).float().numpy(),
-        np.array(places, np.int8).reshape(numbers.shape),
-    )
-    return [_Lists(names, *(array[row] for array in arrays)) for row in range(len(numbers))]
+    arrays = {
+        "document": document.numpy().astype(np.int16),
+        "blocks": blocks.numpy(),
+        "scores": chosen.scores.gather(-1, order).float().numpy(),
+        "tiers": np.array(places, np.int8).reshape(numbers.shape),
+    }
+    rows = range(len(numbers))
+    return [{"documents": names, **{name: array[row] for name, array in arrays.items()}} for row in rows]

@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memstore.device_copies import own_types, to_device
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.readers.asking import Query
+from memstore.readers.attachment import replaced
 from memstore.readers.caches import CACHE, cache_in, check_new
 from memstore.readers.fingerprint import WeightCheck
 from memstore.readers.observer import Observer
@@ -160,9 +161,7 @@ class Hooks:
             check_generate(given, given.get("generation_config"), model.generation_config)
             return plain(*args, **kwargs)
 
-        before = vars(model).get("generate")
-        model.generate = generate
-        stack.callback(partial(setattr, model, "generate", before) if before else partial(delattr, model, "generate"))
+        replaced(stack, model, "generate", generate)
 
     def _end(self) -> None:
         self._call = self._next = self._tap = None
@@ -253,7 +252,7 @@ class Hooks:
         if self._next is None:
             call.observers = self._observers
             ids = given.get("input_ids")
-            begun = None if ids is None else _real(call, ids)
+            begun = None if ids is None else call.real(0, ids[0])
             if begun is not None and call.fresh and call.opening is not None:
                 begun = torch.cat((call.opening, begun))
             for observer in self._observers:
@@ -358,7 +357,6 @@ class Hooks:
         wanted = _wants_cache(self.model, given)
         if cache is not None:
             _take_over(cache, call, rows)
-            finalize(cache, call.release)
         elif wanted or self.architecture.linear is not None:  # its states lie in a cache even during a single pass
             given.pop("past_key_values", None)
             given[CACHE] = cache_of(call, rows)
@@ -469,11 +467,6 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _real(call: Call, ids: Tensor) -> Tensor:
-    """Return the tokens of the first row of ``ids [B, T]`` that are not padding."""
-    return ids[0] if call.padding is None else ids[0][call.padding[0, -ids.shape[1] :].to(ids.device)]
-
-
 def _before(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:
     """Run ``hook`` before each forward pass of ``module``, until ``stack`` is closed."""
     stack.callback(module.register_forward_pre_hook(_uncompiled(hook), with_kwargs=True).remove)
@@ -548,17 +541,15 @@ def _wants_cache(model: PreTrainedModel, given: dict[str, Any]) -> bool:
 
 def cache_of(call: Call, rows: int = 1) -> Cache:
     """Return a cache of transformers that continues ``call``."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
+    cache: Cache = cache_with([])
     _take_over(cache, call, rows)
-    finalize(cache, call.release)
     return cache
 
 
 def _take_over(cache: Cache, call: Call, rows: int) -> None:
-    """Put our layers, and layers without attention beside them, into the (still empty) cache of transformers."""
+    """Put our layers, and layers without attention beside them, into the (still empty) cache. ``call`` ends with it."""
     check_new(cache)
     linear = call.selection.architecture.linear
     cache.layers = list(call.layers) if linear is None else linear.layers(call.layers, call.recurrent, rows)
     cache.layer_class_to_replicate = None
+    finalize(cache, call.release)

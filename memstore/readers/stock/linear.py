@@ -52,7 +52,7 @@ class LinearLayers:
 
         Without ``states`` the others have read nothing.
         """
-        made = _empty(self.config)
+        made = new_layers(self.config)
         for place, layer in zip(self.attending, attending, strict=True):
             made[place] = layer
         for slot, state in zip(self.slots, states, strict=True) if states is not None else ():
@@ -85,8 +85,8 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
     """
     tokens = torch.arange(1, TOKENS + 1, device=model.device)[None]
     tokens = tokens % int(model.config.get_text_config(decoder=True).vocab_size)
-    whole = _run(model, tokens, _empty(model.config))[:, FIRST:]
-    first = _empty(model.config)
+    whole = _run(model, tokens, new_layers(model.config))[:, FIRST:]
+    first = new_layers(model.config)
     _run(model, tokens[:, :FIRST], first)
     places = tuple(place for place, layer in enumerate(first) if getattr(layer, "keys", None) is not None)
     slots = tuple(slots_in(first))
@@ -100,7 +100,7 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
     def lost(kinds: set[str]) -> float:
         """Return how far the second part is from the whole, without the states of ``kinds``."""
         given = [state * (slot.kind not in kinds) for slot, state in zip(slots, found.states(first), strict=True)]
-        unread = _empty(model.config)
+        unread = new_layers(model.config)
         layers = found.layers([unread[place] for place in places], given, 1)
         return float((_run(model, tokens[:, FIRST:], layers) - whole).float().abs().mean())
 
@@ -122,7 +122,7 @@ def cache_with(layers: list[Any]) -> Any:
     return cache
 
 
-def _empty(config: Any) -> list[Any]:
+def new_layers(config: Any) -> list[Any]:
     """Return the layers of a new cache."""
     from transformers import DynamicCache
 

@@ -156,32 +156,22 @@ class StockReader(Reader):
                 f"the layers of {architecture.name} have key-value states of different shapes, which a memory cannot "
                 "store"
             )
-        first = layers[0]
-        common: dict[str, Any] = {
-            "layers": len(layers),
-            "fields": {"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)},
-            "block_size": size,
-            "dtype": fingerprint.dtype,
-            "codec": self._codec or "none",
-            "recurrent": () if architecture.linear is None else architecture.linear.layouts,
-            "fingerprint": fingerprint,
-        }
-        if self.retrieval.share == "model":
-            return MemorySpec(
-                index_layers=_routing_layers(len(layers), self._routing_layers),
-                key_heads=1,
-                key_dim=_code_dim(architecture),
-                keys_per_block=size,
-                key_dtype="bit",
-                **common,
-            )
+        first, routes = layers[0], self.retrieval.share == "model"
+        indexed = tuple(plan.index for plan in layers if not plan.local)
+        parts = max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0)
         return MemorySpec(
-            index_layers=tuple(plan.index for plan in layers if not plan.local),
-            key_heads=first.key_heads,
-            key_dim=first.head_dim,
-            keys_per_block=max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0),
-            key_dtype="bfloat16",
-            **common,
+            layers=len(layers),
+            fields={"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)},
+            block_size=size,
+            dtype=fingerprint.dtype,
+            codec=self._codec or "none",
+            index_layers=_routing_layers(len(layers), self._routing_layers) if routes else indexed,
+            key_heads=1 if routes else first.key_heads,
+            key_dim=_code_dim(architecture) if routes else first.head_dim,
+            keys_per_block=size if routes else parts,
+            key_dtype="bit" if routes else "bfloat16",
+            recurrent=() if architecture.linear is None else architecture.linear.layouts,
+            fingerprint=fingerprint,
         )
 
     def _check_sizes(self, block_size: int) -> None:
@@ -502,7 +492,10 @@ class StockReader(Reader):
         """Return the routers of a memory whose first text begins with ``tokens [n]``, by layer. It stores nothing."""
         layers = self.selection.index_layers
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        for sample in router_samples(tokens, self.tokenizer, self._vocabulary):
+        samples = [general_sample(self.tokenizer, self._vocabulary)]
+        if len(tokens) >= SAMPLE_TOKENS:  # with fewer the router would depend on how the text is cut into calls
+            samples.insert(0, tokens[:SAMPLE_TOKENS])
+        for sample in samples:
             for segment in sample.split(self.segment):
                 for layer, states in self.hooks.hidden_states(segment, layers).items():
                     # A first token differs from all others.
@@ -538,13 +531,6 @@ class StockReader(Reader):
         queries = asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
         return pooled(scores, pool=options.pool, lists=1)[0].cpu()
-
-
-def router_samples(tokens: Tensor, tokenizer: Any, vocabulary: int) -> list[Tensor]:
-    """Return the texts that fit a router, each ``[n]``: the beginning of the document ``tokens``, and general text."""
-    general = general_sample(tokenizer, vocabulary)
-    # With a shorter beginning the router would depend on how the text is cut into calls.
-    return [tokens[:SAMPLE_TOKENS], general] if len(tokens) >= SAMPLE_TOKENS else [general]
 
 
 def general_sample(tokenizer: Any, vocabulary: int) -> Tensor:

@@ -170,9 +170,8 @@ class SegmentReading:
                 batch.put_recurrent(made.recurrent)
 
     def _scores(self, new: int) -> bool:
-        return (
-            self.job.score_from is not None and self.tokens + new >= self.job.score_from
-        )  # its last logits predict the next token
+        # The last logits predict the next token.
+        return self.job.score_from is not None and self.tokens + new >= self.job.score_from
 
     def _score(self, tokens: Tensor, logits: Tensor | None) -> None:
         if logits is None or self.job.score_from is None:
@@ -263,18 +262,16 @@ class _RecentStates(DocumentStates):
     def read(self, layer: int, tokens: range) -> States:
         if self.kept and tokens.start >= self.kept.start:
             return self._piece(layer, tokens)
-        if tokens not in self._there:
-            # Only the sink is read again and again. Anything else is read once here, after reopening.
-            if len(self._there) > 1:
-                self._there.clear()
-            self._there[tokens] = self._read(range(self.layers), tokens)
-        return self._there[tokens][layer]
+        # Only the sink is read again and again. Anything else is read once here, after reopening.
+        if tokens not in self._there and len(self._there) > 1:
+            self._there.clear()
+        return super().read(layer, tokens)
 
     def load(self, tokens: int) -> int:
         """Load the states of the last tokens of a document of ``tokens`` tokens; return the first of them."""
         first = max(self.document.blocks.start * self.block_size, self._needed(tokens))
         if first < tokens:
-            self.extend(self._read(range(self.layers), range(first, tokens)), at=first)
+            self.extend(self._read(range(first, tokens)), at=first)
         return first
 
     def extend(self, states: Sequence[States], *, at: int) -> None:

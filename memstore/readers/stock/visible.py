@@ -44,10 +44,6 @@ class AttachedDocument:
         """The document's entry at the first access. A reader of thousands of documents reads each entry once."""
         return self._located[0]
 
-    def present(self, blocks: range) -> list[range]:
-        """Return ``blocks`` without dropped ones, in pieces."""
-        return self.state.present(blocks)
-
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
@@ -297,7 +293,7 @@ def visible(
     if window_start <= first + sink:
         return VisibleParts(range(first, first), others, range(first, tokens))
     between = range((first + sink) // block_size, window_start // block_size)
-    parts = tuple((own, part) for part in own.present(between) or [between[:0]])
+    parts = tuple((own, part) for part in own.state.present(between) or [between[:0]])
     return VisibleParts(range(first, first + sink), Candidates((*others.parts, *parts)), range(window_start, tokens))
 
 
@@ -324,14 +320,14 @@ class DocumentStates:
     def read(self, layer: int, tokens: range) -> States:
         """Return keys and values ``[G, n, D]`` of ``tokens``, which lie in stored blocks."""
         if tokens not in self._there:  # all layers at once, and only once: a few large copies are better
-            self._there[tokens] = self._read(range(self.layers), tokens)
+            self._there[tokens] = self._read(tokens)
         return self._there[tokens][layer]
 
-    def _read(self, layers: Sequence[int], tokens: range) -> list[States]:
+    def _read(self, tokens: range) -> list[States]:
         blocks = self._blocks(tokens)
         skip = tokens.start - blocks.start * self.block_size
         kept = slice(skip, skip + len(tokens))
-        gathered = self.document.gather(layers, blocks, device=self.device)
+        gathered = self.document.gather(range(self.layers), blocks, device=self.device)
         return [(as_tokens(states["k"])[:, kept], as_tokens(states["v"])[:, kept]) for states in gathered]
 
 
