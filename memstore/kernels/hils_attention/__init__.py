@@ -15,6 +15,7 @@ from memstore.kernels._backends import Backend, check_device, check_grouped, pic
 from memstore.kernels.hils_attention import fused, reference
 from memstore.kernels.hils_attention.fused import attend_chosen as attend_chosen
 from memstore.kernels.hils_attention.fused import best_blocks as best_blocks
+from memstore.kernels.hils_attention.fused import choose_blocks as choose_blocks
 from memstore.kernels.hils_attention.fused import window_attention as window_attention
 from memstore.kernels.hils_attention.reference import block_weights as block_weights
 from memstore.kernels.hils_attention.reference import pool_landmarks as pool_landmarks
@@ -76,49 +77,6 @@ def hils_attention(
             return triton.hils_attention(q, k, v, u, sizes)
         case _:
             return fused.hils_attention(q, k, v, u, sizes)
-
-
-def choose_blocks(
-    u: Tensor,
-    kbar: Tensor,
-    bias: Tensor,
-    lse: Tensor,
-    *,
-    groups: int,
-    block_size: int,
-    window: int,
-    top_k: int,
-    first: int = 0,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Choose the ``top_k`` blocks with the largest estimated share of attention before each token's window.
-
-    A block's estimate is ``scale * u . kbar + bias``. For each head, its share is relative to all candidates and the
-    window. If heads share a list, the largest share counts.
-
-    Args:
-        u: landmark queries ``[B, H, M, D]`` at positions from ``first`` on.
-        kbar: mean keys ``[B, H, N, D]`` of the blocks from 0 on.
-        bias: entropies ``[B, H, N]``.
-        lse: log-sum-exp of the window ``[B, H, M]``.
-        groups: key-value heads, with a list each.
-        block_size: tokens of a block, landmark included.
-        window: as in ``hils_attention``.
-        top_k: blocks of a list.
-        first: the position of the first query.
-        scale: factor on the scores; ``D ** -0.5`` if None.
-
-    Returns:
-        Blocks ``[B, G, M, K]``, ascending, then -1; and estimates ``[B, H, M, K]``, -inf there. Raises
-        ``InvalidArgument`` for arguments that do not fit.
-    """
-    fit = u.dim() == 4 and kbar.shape[:2] == u.shape[:2] and kbar.shape[-1] == u.shape[-1]
-    if not fit or bias.shape != kbar.shape[:-1] or lse.shape != u.shape[:-1] or groups < 1 or u.shape[1] % groups:
-        raise InvalidArgument(f"the shapes do not fit {groups} groups: {shapes(u=u, kbar=kbar, bias=bias, lse=lse)}")
-    reference.check_sizes(block_size, window, top_k)
-    scale = u.shape[-1] ** -0.5 if scale is None else float(scale)
-    place = {"size": block_size, "window": window, "top_k": top_k, "first": first}
-    return fused.choose_blocks(u, kbar, bias, lse, groups=groups, scale=scale, **place)
 
 
 def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int) -> str | None:

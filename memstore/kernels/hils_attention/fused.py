@@ -107,8 +107,8 @@ def _far(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, from the window's output; also the lists and their weights."""
     size, window, top_k, softmax1, scale = sizes
-    place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
-    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], top_k=top_k, **place)
+    settings: dict[str, Any] = {"block_size": size, "window": window, "top_k": top_k, "scale": scale}
+    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], **settings)
     weights = block_weights(scores, lse, softmax1=softmax1)
     chosen = attend_chosen(q, in_blocks(k, size), in_blocks(v, size), blocks, weights[..., :-1], scale=scale)
     return torch.addcmul(chosen, weights[..., -1:], near).to(q.dtype), blocks, weights
@@ -293,17 +293,42 @@ def choose_blocks(
     lse: Tensor,
     *,
     groups: int,
-    size: int,
+    block_size: int,
     window: int,
     top_k: int,
-    first: int,
-    scale: float,
+    first: int = 0,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.choose_blocks``; estimates are made for a few queries at a time."""
+    """Choose the ``top_k`` blocks with the largest estimated share of attention before each token's window.
+
+    A block's estimate is ``scale * u . kbar + bias``. For each head, its share is relative to all candidates and the
+    window. If heads share a list, the largest share counts.
+
+    Args:
+        u: landmark queries ``[B, H, M, D]`` at positions from ``first`` on.
+        kbar: mean keys ``[B, H, N, D]`` of the blocks from 0 on.
+        bias: entropies ``[B, H, N]``.
+        lse: log-sum-exp of the window ``[B, H, M]``.
+        groups: key-value heads, with a list each.
+        block_size: tokens of a block, landmark included.
+        window: as in ``hils_attention``.
+        top_k: blocks of a list.
+        first: the position of the first query.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+
+    Returns:
+        Blocks ``[B, G, M, K]``, ascending, then -1; and estimates ``[B, H, M, K]``, -inf there. Raises
+        ``InvalidArgument`` for arguments that do not fit.
+    """
+    fit = u.dim() == 4 and kbar.shape[:2] == u.shape[:2] and kbar.shape[-1] == u.shape[-1]
+    if not fit or bias.shape != kbar.shape[:-1] or lse.shape != u.shape[:-1] or groups < 1 or u.shape[1] % groups:
+        raise InvalidArgument(f"the shapes do not fit {groups} groups: {shapes(u=u, kbar=kbar, bias=bias, lse=lse)}")
+    check_sizes(block_size, window, top_k)
+    scale = u.shape[-1] ** -0.5 if scale is None else float(scale)
     parts = []
     batch, heads, many, _ = u.shape
-    edge = edges(first, many, size, window, u.device).clamp(0, kbar.shape[2])
-    if serves(u, kbar, bias, lse, size=size):
+    edge = edges(first, many, block_size, window, u.device).clamp(0, kbar.shape[2])
+    if serves(u, kbar, bias, lse, size=block_size):
         return PackedLandmarks(kbar, bias, scale=scale).choose(u, lse, edge, groups=groups, top_k=top_k)
     at = 0
     while at < many:

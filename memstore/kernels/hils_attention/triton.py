@@ -281,9 +281,9 @@ class _HilsAttention(torch.autograd.Function):
         kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=scale)
         programs = grid(q.shape[0] * q.shape[1], q.shape[2], "BM")
         _window_kernel[programs](q=q, k=k, v=v, out=near, lse=lse, **told)
-        place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
+        settings: dict[str, Any] = {"block_size": size, "window": window, "top_k": top_k, "scale": scale}
         rounded = lse.to(q.dtype)
-        blocks, scores = choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], top_k=top_k, **place)
+        blocks, scores = choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], **settings)
         weights = block_weights(scores, rounded, softmax1=softmax1)
         matrix = _matrix(weights, blocks, kbar.shape[2])
         _chosen_kernel[programs](q=q, k=k, v=v, weights=matrix, near=near, out=out, blocks=kbar.shape[2], **told)
