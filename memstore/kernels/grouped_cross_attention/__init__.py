@@ -8,6 +8,8 @@ which lets a query find nothing in a block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -74,17 +76,9 @@ def grouped_cross_attention(
     if blocks is None:
         _check_gathered(q, k, v, weights)
         ids = torch.arange(k.shape[2], device=q.device).expand(len(q), 1, -1)
-        one = grouped_cross_attention(
-            q.unsqueeze(1),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            weights.unsqueeze(1),
-            ids,
-            scale=scale,
-            off_by_one=off_by_one,
-            backend=backend,
-        )
-        return one.squeeze(1)
+        options: dict[str, Any] = {"scale": scale, "off_by_one": off_by_one, "backend": backend}
+        states = k.transpose(1, 2), v.transpose(1, 2)
+        return grouped_cross_attention(q.unsqueeze(1), *states, weights.unsqueeze(1), ids, **options).squeeze(1)
     _check(q, k, v, weights, blocks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     largest = max(q.shape[-1], v.shape[-1])
