@@ -205,10 +205,7 @@ def copy_memory(
 
 
 def _held(document: Document) -> int:
-    """Return how many tokens of a document can be read."""
-    size, present = document.memory.spec.block_size, document.present(document.blocks)
-    missing = document.n_blocks * size - len(document)  # of the last block
-    return sum(map(len, present)) * size - missing * bool(present and present[-1].stop == document.n_blocks)
+    return document.state.readable(document.memory.spec.block_size)
 
 
 def _place(url: str | Path) -> str:

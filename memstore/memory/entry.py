@@ -112,6 +112,11 @@ class DocumentState:
             return lacking(blocks, self.gaps)
         return [blocks] if blocks else []
 
+    def readable(self, block_size: int) -> int:
+        """Return the number of tokens that can be read: without those of blocks that have left or were dropped."""
+        present = self.present()
+        return sum(map(len, present)) * block_size - (-self.tokens % block_size if present else 0)
+
     def grown(self, tokens: int, block_size: int, capacity: int | None) -> DocumentState:
         """Return the state after an append of ``tokens`` tokens."""
         total = self.tokens + tokens

@@ -443,8 +443,7 @@ class Memory:
         for number, state in states.items():
             usage.put(number, self._shared.catalog.homes.of(number, state), state.present())
         blocks = sum(len(part) for _, parts in live for part in parts)
-        missing = sum(-state.tokens % self.spec.block_size for state, parts in live if parts)
-        tokens = blocks * self.spec.block_size - missing
+        tokens = sum(state.readable(self.spec.block_size) for state in states.values())
         stored = sum(len(part) for owner in usage.owners() for part in usage.used(owner))
         incomplete = sum(1 for state, parts in live if parts and state.tokens % self.spec.block_size)
         disk = self._shared.store.size_bytes()

@@ -247,8 +247,8 @@ class Repair:
             shared.catalog.clear()
         for number, left in after.items():
             gone = sum(map(len, states[number].present())) - sum(map(len, left.present()))
-            stay = _tokens(left, size)
-            tokens = _tokens(states[number], size) - stay
+            stay = left.readable(size)
+            tokens = states[number].readable(size) - stay
             message = f"document {left.name!r} continues without {gone} damaged blocks: {tokens} tokens are lost"
             yield RepairStep(message=f"{message}, {stay} stay", document=left.name, tokens_lost=tokens)
 
@@ -261,11 +261,6 @@ def free_name(number: int, taken: Collection[str]) -> str:
 def _lost(finding: Finding) -> bool:
     """Whether a finding means lost blocks; recurrent states can be computed again."""
     return finding.kind != "unknown" and finding.table != Table.RECURRENT.name.lower()
-
-
-def _tokens(state: DocumentState, block_size: int) -> int:
-    missing = -state.tokens % block_size if state.live() else 0
-    return sum(map(len, state.present())) * block_size - missing
 
 
 # A finding names all documents that use a damaged run of hashes, so nobody needs the rest of it.

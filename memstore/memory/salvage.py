@@ -191,7 +191,7 @@ class _Rescue:
             for block in part.blocks:
                 self._save(target, state, places, block)
         self._flush(target)
-        return self._told(target, state, places)
+        return self._told(target, state)
 
     def _save(self, target: Document, state: DocumentState, places: Places, block: int) -> None:
         try:
@@ -239,10 +239,9 @@ class _Rescue:
                 for place, states in block.recurrent.items():
                     batch.put_recurrent(states, at=place)
 
-    def _told(self, target: Document, state: DocumentState, places: Places) -> dict[str, Any]:
-        there = sum(map(len, target.present(target.blocks))) * self._size - (-len(target) % self._size)
-        blocks = sum(len(piece.blocks) for piece in places.present(state.live()))
-        lost = max(0, blocks * self._size - (-state.tokens % self._size) - there)
+    def _told(self, target: Document, state: DocumentState) -> dict[str, Any]:
+        there = target.state.readable(self._size)
+        lost = max(0, state.readable(self._size) - there)
         message = f"document {state.name!r}: {there} tokens saved, {lost} lost"
         if not lost and state.digest not in (None, target.digest):
             message += "; but its token ids have changed since they were read, so do not trust it"
