@@ -113,15 +113,6 @@ def kind_named(name: str) -> Kind:
     return kind_in(source) if Path(source).is_dir() else STOCK
 
 
-def load_model(name: str, dtype: str = "auto", *, device: str = "cpu", weights: bool = True) -> LoadedModel:
-    """Load the model called ``name``, of any kind, in evaluation mode, with its tokenizer.
-
-    Without ``weights``, most models with their own index are only described, on the device ``meta``.
-    """
-    with _uncollected():
-        return _load(name, dtype, device, weights)
-
-
 # Collecting garbage among a million objects that stay takes a fifth of the time of loading, and nearly as much at any
 # later collection. The objects belong to the libraries, so they are skipped from then on.
 @cache
@@ -146,7 +137,12 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _load(name: str, dtype: str, device: str, weights: bool) -> LoadedModel:
+@_uncollected()
+def load_model(name: str, dtype: str = "auto", *, device: str = "cpu", weights: bool = True) -> LoadedModel:
+    """Load the model called ``name``, of any kind, in evaluation mode, with its tokenizer.
+
+    Without ``weights``, most models with their own index are only described, on the device ``meta``.
+    """
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = import_libraries()
