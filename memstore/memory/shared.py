@@ -48,8 +48,6 @@ from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table
 
 if TYPE_CHECKING:  # opening, listing and changing a memory work without PyTorch, which takes seconds to load
-    from concurrent.futures import Executor
-
     from torch import Tensor
 
     from memstore.index import IndexCapabilities, VectorIndex
@@ -99,7 +97,7 @@ class SharedStore:
         Raises the errors of ``read_header``, and ``InvalidArgument``.
         """
         header, catalog = read_header(store, url), catalog_of(store, url)
-        blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
+        blocks = BlockCache(store, block_layouts(header.spec), **budgets)
         device = budgets.get("device")
         if device is not None:
             device = device_copies.device_of(device)
@@ -535,8 +533,3 @@ def _head(kind: str, name: str, facts: Mapping[str, Any]) -> Record:
 
 def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
     return [(record.layout, record.payload.tobytes()) for record in records]
-
-
-def _readers(store: BlockStore) -> Executor:
-    """Return threads that read blocks ahead."""
-    return device_copies.background_workers(store.capabilities.reads_ahead)

@@ -128,13 +128,12 @@ class BlockCache:
         self,
         store: BlockStore,
         layouts: Sequence[Layout],
-        workers: Callable[[], Executor],
         *,
         host_bytes: int | None = None,
         device_bytes: int = 0,
         device: str | torch.device | None = None,
     ) -> None:
-        """Create a cache for complete blocks of ``layouts``; ``workers`` makes the threads that read ahead.
+        """Create a cache for complete blocks of ``layouts``.
 
         Budgets are bytes; ``host_bytes`` None is ``HOST_BYTES``, or 0 for a store in host memory. Raises
         ``InvalidArgument``.
@@ -147,7 +146,6 @@ class BlockCache:
         self._store = store
         self._layouts = list(layouts)
         self._block_bytes = sum(layout.nbytes for layout in layouts)
-        self._workers = workers
         self._host = PagePool(host_bytes, layouts, None)
         self._device = PagePool(device_bytes, layouts, _pool_device(device) if device_bytes else None)
         self._disk = _TierCounts()
@@ -231,7 +229,7 @@ class BlockCache:
             # More blocks would evict prefetched ones before they are used.
             new = list(places.items())[: max(0, self._host.capacity // 2 - len(self._coming))]
             if new and self._executor is None:
-                self._executor = self._workers()
+                self._executor = device_copies.background_workers(self._store.capabilities.reads_ahead)
             for start in range(0, len(new), count):
                 names, at = zip(*new[start : start + count], strict=True)
                 assert self._executor is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pytest
@@ -57,7 +56,7 @@ def make_cache(store: WatchedStore) -> Iterator[Callable[..., BlockCache]]:
     made: list[BlockCache] = []
 
     def make(pages: int, **options: object) -> BlockCache:
-        made.append(BlockCache(store, LAYOUTS, partial(ThreadPoolExecutor, 1), host_bytes=pages * PAGE, **options))  # type: ignore[arg-type]
+        made.append(BlockCache(store, LAYOUTS, host_bytes=pages * PAGE, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
