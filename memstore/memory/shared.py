@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -87,6 +87,8 @@ class SharedStore:
     """Names and numbers of the documents."""
     device: torch.device | None
     """The device of indexes that can lie on an accelerator; None: the CPU."""
+    forgotten: list[Callable[[Sequence[str]], None]] = field(default_factory=list)
+    """Functions called with the names of documents that the rules have forgotten."""
 
     @classmethod
     def opened(
@@ -116,11 +118,6 @@ class SharedStore:
         """Lock to hold while a batch is composed and written; one for all memories on the same store."""
         with _guard:
             return _locks.setdefault(self.store, threading.RLock())
-
-    @cached_property
-    def forgotten(self) -> list[Callable[[Sequence[str]], None]]:
-        """Functions called with the names of documents that the rules have forgotten."""
-        return []
 
     @cached_property
     def retention(self) -> Retention:
