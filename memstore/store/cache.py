@@ -541,10 +541,7 @@ class S3Fifo:
             self._uses[page] = 0 if new else self._uses[page] - 1
             self._main.append(name)
         if new:
-            self._remember(name)
+            self._left[name] = None
+            if len(self._left) > self.pages:
+                del self._left[next(iter(self._left))]
         return self._held.pop(name)
-
-    def _remember(self, name: Hashable) -> None:
-        self._left[name] = None
-        if len(self._left) > self.pages:
-            del self._left[next(iter(self._left))]
