@@ -385,17 +385,6 @@ def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
     return spec, rules, manifest
 
 
-def _content(folder: Path, file: Values) -> bytes:
-    """Return the content of a file of an export. Raises ``DamagedError`` if it has changed."""
-    try:
-        content = paths.read(folder, file["name"], file["nbytes"])
-    except OSError as error:
-        raise _damaged(f"the export {folder} cannot be read: {file['name']}: {error.strerror}") from None
-    if len(content) != file["nbytes"] or hashlib.sha256(content).hexdigest() != file["sha256"]:
-        raise _damaged_file(folder, file, "its SHA-256 differs from the manifest")
-    return content
-
-
 def _damaged(what: str) -> DamagedError:
     return DamagedError(f"{what}. Restore it from a copy, or export again.", remedy="restore")
 
@@ -593,10 +582,16 @@ def _append(folder: Path, file: Values, document: Document, count: Callable[[int
 
 
 def _tensors(folder: Path, file: Values) -> dict[str, Tensor]:
+    """Return the tensors in a file of an export. Raises ``DamagedError`` if it has changed."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    content = _content(folder, file)
+    try:
+        content = paths.read(folder, file["name"], file["nbytes"])
+    except OSError as error:
+        raise _damaged(f"the export {folder} cannot be read: {file['name']}: {error.strerror}") from None
+    if len(content) != file["nbytes"] or hashlib.sha256(content).hexdigest() != file["sha256"]:
+        raise _damaged_file(folder, file, "its SHA-256 differs from the manifest")
     try:
         return load(content)
     except (SafetensorError, ValueError, KeyError) as error:
