@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memstore.device_copies import to_device
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
 from memstore.models.cache import ModelCache
@@ -100,18 +100,6 @@ def tokens_between(document: Document, first: int, stop: int) -> Tensor:
     size = document.memory.spec.block_size
     blocks = range(first // size, -(-stop // size))
     return document.tokens(blocks)[first % size : stop - blocks.start * size] if blocks else torch.empty(0).long()
-
-
-def last_states(document: Document, tokens: int, device: torch.device) -> tuple[int, list[Tensor] | None]:
-    """Return the last place up to ``tokens`` with undamaged recurrent states, and these states; 0 and None without any.
-
-    Lost states can be computed again; verify names the damage.
-    """
-    for place in reversed(document.recurrent_places()):
-        with suppress(DamagedError, NotFound):
-            if place <= tokens:
-                return place, to_device(document.recurrent(place), device)
-    return 0, None
 
 
 class BlockReader(CacheReader[C]):

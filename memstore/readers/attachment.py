@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.device_copies import background_workers, own_types
+from memstore.device_copies import background_workers, own_types, to_device
 from memstore.errors import (
     BrokenOff,
+    DamagedError,
     ForeignMemory,
     InvalidArgument,
     NotFound,
@@ -642,6 +643,18 @@ def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
                 return f"document {document.name!r} holds a different text (they differ from token {place} on)"
         start += len(part)
     return None
+
+
+def last_states(document: Document, tokens: int, device: torch.device) -> tuple[int, list[Tensor] | None]:
+    """Return the last place up to ``tokens`` with undamaged recurrent states, and these states; 0 and None without any.
+
+    Lost states can be computed again; verify names the damage.
+    """
+    for place in reversed(document.recurrent_places()):
+        with suppress(DamagedError, NotFound):
+            if place <= tokens:
+                return place, to_device(document.recurrent(place), device)
+    return 0, None
 
 
 def segments(pieces: Iterator[Tensor], place: int, size: int) -> Iterator[Tensor]:

@@ -80,6 +80,22 @@ def check_generate(given: dict[str, Any], *configs: Any) -> None:
         _check("generate", GENERATE, name, next((value for value in values if value is not None), None))
 
 
+# An attribute of this model, in front of its class's method: pipelines and adapters call it too.
+def check_generating(stack: ExitStack, model: Any) -> None:
+    """Let ``model.generate`` refuse options that a memory cannot honour before any work, until ``stack`` is closed."""
+    if not hasattr(model, "generate"):
+        return
+    plain = model.generate
+
+    @wraps(plain)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        given = {**inspect.signature(plain).bind_partial(*args).arguments, **kwargs}
+        check_generate(given, given.get("generation_config"), model.generation_config)
+        return plain(*args, **kwargs)
+
+    replaced(stack, model, "generate", generate)
+
+
 def _check(function: str, table: dict[str, str], name: str, value: Any) -> None:
     if value is None or value is False:
         return
@@ -132,7 +148,7 @@ class Hooks:
         plans = self.architecture.layers
         check_free(self.model)
         stack.callback(self._end)
-        self._generate_checked(stack)
+        check_generating(stack, self.model)
         stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
         for plan in plans:
             _PLANS[plan.module] = (self, plan)
@@ -146,22 +162,6 @@ class Hooks:
             _before(stack, self.model.base_model, self._before_base)
         _before(stack, decoder, self._before_forward)
         stack.callback(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True).remove)
-
-    # An attribute of this model, in front of its class's method: pipelines and adapters call it too.
-    def _generate_checked(self, stack: ExitStack) -> None:
-        """Let ``model.generate`` refuse options that a memory cannot honour before anything is computed."""
-        model: Any = self.model
-        if not hasattr(model, "generate"):
-            return
-        plain = model.generate
-
-        @wraps(plain)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            given = {**inspect.signature(plain).bind_partial(*args).arguments, **kwargs}
-            check_generate(given, given.get("generation_config"), model.generation_config)
-            return plain(*args, **kwargs)
-
-        replaced(stack, model, "generate", generate)
 
     def _end(self) -> None:
         self._call = self._next = self._tap = None
