@@ -20,10 +20,9 @@ from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
 from memstore.models.cache import ModelCache
-from memstore.models.causal import uncompiled
 from memstore.models.packing import Packing
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import Job, Place, before_calls, evaluating
 from memstore.readers.audit import Auditor
 from memstore.readers.caches import CACHE, cache_in, with_cache
 from memstore.readers.kinds import Retrieval
@@ -81,10 +80,8 @@ class CacheReader(Reader, Generic[C]):
         readers = _OPEN.setdefault(self.model, [])
         readers.append(self)
         stack.callback(readers.remove, self)
-        handle = self.model.register_forward_pre_hook(self._go_on, with_kwargs=True)
-        stack.callback(handle.remove)
+        before_calls(stack, self.model, self._go_on)
 
-    @uncompiled
     def _go_on(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Pass a cache that continues the document to a call of the model that begins without one."""
         ids = args[0] if args else given.get("input_ids")

@@ -60,6 +60,7 @@ Chunks = Tokens | Iterable[Tokens]
 NO_TOKENS = "the text has no tokens: pass a text that is not empty"
 S = TypeVar("S")
 M = TypeVar("M")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -760,6 +761,19 @@ def replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
     before = vars(thing).get(name)
     setattr(thing, name, value)
     stack.callback(partial(setattr, thing, name, before) if before else partial(delattr, thing, name))
+
+
+def before_calls(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Run ``hook``, uncompiled, before each forward pass of ``module``, until ``stack`` is closed."""
+    stack.callback(module.register_forward_pre_hook(uncompiled(hook), with_kwargs=True).remove)
+
+
+def uncompiled(function: F) -> F:
+    """Exclude ``function`` from ``torch.compile``: a model that is compiled calls it as it is, by a graph break.
+
+    Its work depends on the stored blocks, so it would be compiled again for each token: minutes for a dozen.
+    """
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def _return_freed_memory() -> None:

@@ -32,13 +32,12 @@ from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
 from memstore.memory.spec import to_record
-from memstore.models.causal import uncompiled
 from memstore.models.indexed.call import IndexChoice, IndexedCall, LocalLayer, Slots, slots_of
 from memstore.models.indexed.family import IndexedLayer, attending, family_of, spread
 from memstore.models.indexed.keys import DocumentKeys
 from memstore.models.reading import tokens_between
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, changed, evaluating, last_states, replaced
+from memstore.readers.attachment import Job, Place, before_calls, changed, evaluating, last_states, replaced, uncompiled
 from memstore.readers.caches import CACHE, cache_in, check_new, with_cache
 from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
@@ -249,12 +248,10 @@ class IndexedReader(Reader):
             replaced(stack, layer.module, "forward", ours)
         check_generating(stack, self.model)
         decoder = self.family.decoder
-        outer = self.model.register_forward_pre_hook(uncompiled(self._before_model), with_kwargs=True)
-        stack.callback(outer.remove)
-        before = decoder.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True)
-        after = decoder.register_forward_hook(uncompiled(self._after), always_call=True)
-        for undo in (before.remove, after.remove, self._end):
-            stack.callback(undo)
+        before_calls(stack, self.model, self._before_model)
+        before_calls(stack, decoder, self._before)
+        stack.callback(decoder.register_forward_hook(uncompiled(self._after), always_call=True).remove)
+        stack.callback(self._end)
         if isinstance(self._carried, _CarriedStates):
             replaced(stack, decoder, "forward", partial(self._without_padding, decoder.forward, self._carried))
 
