@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
+from memstore.eval.perplexity import Advance, silent
 from memstore.models.memorizing import MemorizingForCausalLM
-from memstore.models.memorizing.evaluation import Advance, MemorizingScorer, StockScorer, silent
+from memstore.models.memorizing.evaluation import MemorizingScorer, StockScorer
 from memstore.progress import progress_bar
 from memstore.readers.kinds import encode, load_folder, quiet_transformers
 from memstore.report import Page, token_counts

@@ -29,9 +29,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.knn_tables import scorer_of, settings_of
 from memstore.errors import InvalidArgument
+from memstore.eval.perplexity import Advance, silent
 from memstore.models.memorizing import MemorizingForCausalLM, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
-from memstore.models.memorizing.evaluation import Advance, StockScorer, silent
+from memstore.models.memorizing.evaluation import StockScorer
 from memstore.progress import progress_bar
 from memstore.readers.kinds import load_folder, quiet_transformers
 from memstore.readers.observer import Choices

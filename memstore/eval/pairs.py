@@ -20,6 +20,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.json_checks import parsed
 
 IGNORED = -100
+"""The label that the losses of transformers leave out."""
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 

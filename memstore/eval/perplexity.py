@@ -20,6 +20,11 @@ PIECE_BLOCKS = 64
 """Blocks whose logits are held at a time."""
 Losses = Callable[[Any, Tensor, int], Tensor]
 """``(model, text, scored)``: the losses of the last ``scored`` tokens of ``text [n]``."""
+Advance = Callable[[int], None]
+
+
+def silent(tokens: int) -> None:
+    """Ignore the number of ``tokens`` that were read."""
 
 
 def places(tokens: int, longest: int, samples: int) -> list[int]:
@@ -46,15 +51,20 @@ def after_cache(model: Any, cache: Any, text: Tensor, scored: int, reach: int) -
     return losses(model, cache, text[-scored - 1 :])
 
 
-@torch.no_grad()
 def losses(model: Any, cache: Any, text: Tensor) -> Tensor:
     """Return the loss ``[n]`` of each token of ``text [n + 1]`` except the first, after the tokens in ``cache``."""
+    return losses_in_pieces(model, text, PIECE_BLOCKS * model.config.tokens_per_block, past_key_values=cache)
+
+
+@torch.no_grad()
+def losses_in_pieces(model: Any, text: Tensor, size: int, advance: Advance = silent, **options: Any) -> Tensor:
+    """Return the same if each call of ``model`` reads ``size`` tokens, with ``options``; ``advance`` hears of them."""
     found, ids = [], text[None].to(model.device)
-    step = PIECE_BLOCKS * model.config.tokens_per_block
-    for start in range(0, len(text) - 1, step):
-        given = ids[:, start : min(start + step, len(text) - 1)]
-        logits = model(given, past_key_values=cache).logits[0].float()
+    for start in range(0, len(text) - 1, size):
+        given = ids[:, start : min(start + size, len(text) - 1)]
+        logits = model(given, **options).logits[0].float()
         found.append(F.cross_entropy(logits, ids[0, start + 1 : start + 1 + given.shape[1]], reduction="none"))
+        advance(given.shape[1])
     return torch.cat(found)
 
 
@@ -67,7 +77,7 @@ def perplexity(
     *,
     scored: int = 1024,
     samples: int = 4,
-    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
+    advance: Advance = silent,
 ) -> list[dict[str, Any]]:
     """Measure perplexity of ``scored`` tokens at ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
 

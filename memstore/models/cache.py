@@ -35,6 +35,13 @@ def behind_zeros(x: Tensor, zeros: int, at: Tensor) -> Tensor:
     return F.pad(x, (0, 0, zeros, 0)).gather(2, index)
 
 
+def larger(old: Tensor | None, new: Tensor, dim: int) -> Tensor:
+    """Return ``new`` with ``old``, which is shorter along ``dim``, at its beginning."""
+    if old is not None:
+        new.narrow(dim, 0, old.shape[dim]).copy_(old)
+    return new
+
+
 def ranked_look(
     layer: int,
     row: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +14,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
 from memstore.models.packing import Packing
+from memstore.readers.attachment import uncompiled
 from memstore.readers.caches import CACHE, takes_cache, with_cache
 
 WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
 """Options of ``from_pretrained`` that say where a checkpoint is."""
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def uncompiled(function: Function) -> Function:
-    """Exclude ``function``, which looks blocks up, from ``torch.compile``.
-
-    Its work depends on the stored blocks, so it would be compiled again for each token: minutes for a dozen.
-    """
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):

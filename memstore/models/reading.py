@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from memstore.device_copies import to_device
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
 from memstore.models.cache import ModelCache
-from memstore.models.causal import uncompiled
 from memstore.models.packing import Packing
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import Job, Place, before_calls, evaluating
 from memstore.readers.audit import Auditor
 from memstore.readers.caches import CACHE, cache_in, with_cache
 from memstore.readers.kinds import Retrieval
@@ -81,10 +80,8 @@ class CacheReader(Reader, Generic[C]):
         readers = _OPEN.setdefault(self.model, [])
         readers.append(self)
         stack.callback(readers.remove, self)
-        handle = self.model.register_forward_pre_hook(self._go_on, with_kwargs=True)
-        stack.callback(handle.remove)
+        before_calls(stack, self.model, self._go_on)
 
-    @uncompiled
     def _go_on(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Pass a cache that continues the document to a call of the model that begins without one."""
         ids = args[0] if args else given.get("input_ids")
@@ -100,18 +97,6 @@ def tokens_between(document: Document, first: int, stop: int) -> Tensor:
     size = document.memory.spec.block_size
     blocks = range(first // size, -(-stop // size))
     return document.tokens(blocks)[first % size : stop - blocks.start * size] if blocks else torch.empty(0).long()
-
-
-def last_states(document: Document, tokens: int, device: torch.device) -> tuple[int, list[Tensor] | None]:
-    """Return the last place up to ``tokens`` with undamaged recurrent states, and these states; 0 and None without any.
-
-    Lost states can be computed again; verify names the damage.
-    """
-    for place in reversed(document.recurrent_places()):
-        with suppress(DamagedError, NotFound):
-            if place <= tokens:
-                return place, to_device(document.recurrent(place), device)
-    return 0, None
 
 
 class BlockReader(CacheReader[C]):

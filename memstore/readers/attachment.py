@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.device_copies import background_workers, own_types
+from memstore.device_copies import background_workers, own_types, to_device
 from memstore.errors import (
     BrokenOff,
+    DamagedError,
     ForeignMemory,
     InvalidArgument,
     NotFound,
@@ -59,6 +60,7 @@ Chunks = Tokens | Iterable[Tokens]
 NO_TOKENS = "the text has no tokens: pass a text that is not empty"
 S = TypeVar("S")
 M = TypeVar("M")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -644,6 +646,18 @@ def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
     return None
 
 
+def last_states(document: Document, tokens: int, device: torch.device) -> tuple[int, list[Tensor] | None]:
+    """Return the last place up to ``tokens`` with undamaged recurrent states, and these states; 0 and None without any.
+
+    Lost states can be computed again; verify names the damage.
+    """
+    for place in reversed(document.recurrent_places()):
+        with suppress(DamagedError, NotFound):
+            if place <= tokens:
+                return place, to_device(document.recurrent(place), device)
+    return 0, None
+
+
 def segments(pieces: Iterator[Tensor], place: int, size: int) -> Iterator[Tensor]:
     """Cut ``pieces``, which begin at token ``place``, at multiples of ``size`` tokens."""
     waiting: list[Tensor] = []
@@ -747,6 +761,19 @@ def replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
     before = vars(thing).get(name)
     setattr(thing, name, value)
     stack.callback(partial(setattr, thing, name, before) if before else partial(delattr, thing, name))
+
+
+def before_calls(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Run ``hook``, uncompiled, before each forward pass of ``module``, until ``stack`` is closed."""
+    stack.callback(module.register_forward_pre_hook(uncompiled(hook), with_kwargs=True).remove)
+
+
+def uncompiled(function: F) -> F:
+    """Exclude ``function`` from ``torch.compile``: a model that is compiled calls it as it is, by a graph break.
+
+    Its work depends on the stored blocks, so it would be compiled again for each token: minutes for a dozen.
+    """
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def _return_freed_memory() -> None:

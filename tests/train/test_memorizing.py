@@ -16,10 +16,10 @@ import torch
 from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import DamagedError, DifferentRun, InvalidArgument
 from memstore.eval.needles import prose_text
+from memstore.eval.pairs import IGNORED
 from memstore.models.memorizing import MemorizingCache, MemorizingConfig, MemorizingForCausalLM
 from memstore.models.memorizing.training import (
     LATE_GATE,
-    NO_LABEL,
     MemorizingTrainer,
     Streams,
     collate,
@@ -107,9 +107,9 @@ def test_every_token_but_the_first_is_predicted_once_in_a_pass() -> None:
     streams = Streams(given, window=8, rows=1, steps=sum(segments_of(each, 8) for each in given), seed=0)
     batches = [collate([streams[number]], 8, padding=99) for number in range(len(streams))]
     labels = torch.cat([batch["shift_labels"] for batch in batches]).flatten()
-    assert sorted(labels[labels != NO_LABEL].tolist()) == sorted(n for each in given for n in each[1:].tolist())
+    assert sorted(labels[labels != IGNORED].tolist()) == sorted(n for each in given for n in each[1:].tolist())
     for batch in batches:
-        assert torch.equal(batch["attention_mask"] == 0, batch["labels"] == NO_LABEL)
+        assert torch.equal(batch["attention_mask"] == 0, batch["labels"] == IGNORED)
         assert bool((batch["input_ids"][batch["attention_mask"] == 0] == 99).all())
 
 

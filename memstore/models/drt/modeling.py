@@ -34,7 +34,7 @@ from memstore.attention.sliding import Window, alibi_slopes
 from memstore.device_copies import numbers
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.causal import CausalLM, Decoder, make_known, uncompiled
+from memstore.models.causal import CausalLM, Decoder, make_known
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import (
@@ -46,6 +46,7 @@ from memstore.models.drt.retrieval import (
     retrieve,
     with_other_ranks,
 )
+from memstore.readers.attachment import uncompiled
 from memstore.readers.caches import takes_cache, with_cache
 from memstore.readers.observer import as_array
 

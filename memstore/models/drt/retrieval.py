@@ -29,7 +29,7 @@ from memstore.device_copies import numbers, to_device
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory import LayerView
 from memstore.memory.trace_file import Array, Look
-from memstore.models.cache import OnError, ranked_look
+from memstore.models.cache import OnError, larger, ranked_look
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
@@ -127,10 +127,8 @@ class BlockTable:
         held = 0 if self._states is None else self._states.shape[1]
         if needed > held:
             room = max(needed, held + held // 2)
-            self._states, self._landmarks = (
-                _larger(self._states, room, states),
-                _larger(self._landmarks, room, landmarks),
-            )
+            self._states = larger(self._states, states.new_zeros(len(states), room, *states.shape[2:]), 1)
+            self._landmarks = larger(self._landmarks, landmarks.new_zeros(len(landmarks), room, landmarks.shape[2]), 1)
         assert self._states is not None
         assert self._landmarks is not None
         for row, (start, count) in enumerate(zip(first, counts, strict=True)):
@@ -176,13 +174,6 @@ class BlockTable:
         if self._states is not None and self._landmarks is not None:
             self._states = self._states.index_select(0, rows.to(self._states.device))
             self._landmarks = self._landmarks.index_select(0, rows.to(self._landmarks.device))
-
-
-def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
-    new = like.new_zeros((like.shape[0], room, *like.shape[2:]))
-    if old is not None:
-        new[:, : old.shape[1]] = old
-    return new
 
 
 class MemoryTable(BlockTable):

@@ -25,9 +25,9 @@ from memstore.memory.spec import torch_dtype
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.hils.retrieval import HilsTable
-from memstore.models.reading import BlockReader, last_states, tokens_between
+from memstore.models.reading import BlockReader, tokens_between
 from memstore.readers.asking import Query
-from memstore.readers.attachment import evaluating
+from memstore.readers.attachment import evaluating, last_states
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import HILS, Retrieval
 from memstore.readers.observer import Origin

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
 from math import lcm
 from threading import get_ident
@@ -32,20 +32,19 @@ from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
 from memstore.memory.spec import to_record
-from memstore.models.causal import uncompiled
 from memstore.models.indexed.call import IndexChoice, IndexedCall, LocalLayer, Slots, slots_of
 from memstore.models.indexed.family import IndexedLayer, attending, family_of, spread
 from memstore.models.indexed.keys import DocumentKeys
-from memstore.models.reading import last_states, tokens_between
+from memstore.models.reading import tokens_between
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, changed, evaluating, replaced
+from memstore.readers.attachment import Job, Place, before_calls, changed, evaluating, last_states, replaced, uncompiled
 from memstore.readers.caches import CACHE, cache_in, check_new, with_cache
 from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
 from memstore.readers.observer import Choices
 from memstore.readers.reader import Reader
-from memstore.readers.stock.hooks import check_forward, check_generate
-from memstore.readers.stock.linear import LinearLayers, slots_in, states_in
+from memstore.readers.stock.hooks import check_forward, check_generating
+from memstore.readers.stock.linear import LinearLayers, cache_with, new_layers, slots_in, states_in
 from memstore.readers.stock.reading import ending
 from memstore.store.records import Layout
 
@@ -58,15 +57,12 @@ class _CarriedStates:
 
     def __init__(self, decoder: Any, attending: Sequence[int]) -> None:
         """``attending``: the numbers of the other layers. The decoder runs one token, without a memory."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=decoder.config)
+        layers = new_layers(decoder.config)
+        token = torch.ones(1, 1, dtype=torch.int64, device=decoder.device)
         with torch.no_grad():
-            decoder(
-                input_ids=torch.ones(1, 1, dtype=torch.int64, device=decoder.device), use_cache=True, **{CACHE: cache}
-            )
-        slots = tuple(slots_in(cache.layers))
-        found = states_in(cache.layers, slots)
+            decoder(input_ids=token, use_cache=True, **{CACHE: cache_with(layers)})
+        slots = tuple(slots_in(layers))
+        found = states_in(layers, slots)
         self._dtypes = [state.dtype for state in found]
         layouts = tuple(to_record(_stored(state[0])).layout for state in found)
         self._layers = LinearLayers(decoder.config, tuple(attending), slots, layouts)
@@ -250,14 +246,12 @@ class IndexedReader(Reader):
             ours = uncompiled(attending(layer, self._attend))
             _ATTACHED.add(ours)
             replaced(stack, layer.module, "forward", ours)
-        replaced(stack, self.model, "generate", self._generating(self.model.generate))
+        check_generating(stack, self.model)
         decoder = self.family.decoder
-        outer = self.model.register_forward_pre_hook(uncompiled(self._before_model), with_kwargs=True)
-        stack.callback(outer.remove)
-        before = decoder.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True)
-        after = decoder.register_forward_hook(uncompiled(self._after), always_call=True)
-        for undo in (before.remove, after.remove, self._end):
-            stack.callback(undo)
+        before_calls(stack, self.model, self._before_model)
+        before_calls(stack, decoder, self._before)
+        stack.callback(decoder.register_forward_hook(uncompiled(self._after), always_call=True).remove)
+        stack.callback(self._end)
         if isinstance(self._carried, _CarriedStates):
             replaced(stack, decoder, "forward", partial(self._without_padding, decoder.forward, self._carried))
 
@@ -267,17 +261,6 @@ class IndexedReader(Reader):
             call.ended = True
 
     # Calls of the model
-
-    def _generating(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``model.generate``, to refuse arguments that a memory cannot honour before any computation."""
-
-        @wraps(plain)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            given = {**signature(plain).bind_partial(*args).arguments, **kwargs}
-            check_generate(given, given.get("generation_config"), self.model.generation_config)
-            return plain(*args, **kwargs)
-
-        return generate
 
     def _new_call(self, document: Document, rows: int) -> IndexedCall:
         """Return a call that continues after the document's current state."""
@@ -292,9 +275,7 @@ class IndexedReader(Reader):
 
     def _cache_of(self, call: IndexedCall, states: Sequence[Tensor] | None = None, *, rows: int | None = None) -> Any:
         """Return a transformers cache that continues with ``call``, and with the states of other layers."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache()
+        cache = cache_with([])
         self._take_over(cache, call, states, rows)
         return cache
 

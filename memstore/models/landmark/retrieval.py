@@ -31,7 +31,7 @@ from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.memory import Document, LayerView
 from memstore.memory.trace_file import Array, Look
-from memstore.models.cache import OnError, ranked_look
+from memstore.models.cache import OnError, larger, ranked_look
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
 from memstore.readers.attachment import check_retrieval
@@ -151,9 +151,9 @@ class _TensorBlocks:
         if count > held:
             room, rows = max(count, held + held // 2), len(self._counts)
             groups, _, dim = like.shape[2:]
-            self._keys = _larger(self._keys, like.new_zeros(rows, room, *like.shape[2:]), 1)
-            self._values = _larger(self._values, like.new_zeros(rows, room, *like.shape[2:]), 1)
-            self._landmarks = _larger(self._landmarks, like.new_zeros(rows, groups, room, dim), 2)
+            self._keys = larger(self._keys, like.new_zeros(rows, room, *like.shape[2:]), 1)
+            self._values = larger(self._values, like.new_zeros(rows, room, *like.shape[2:]), 1)
+            self._landmarks = larger(self._landmarks, like.new_zeros(rows, groups, room, dim), 2)
 
 
 class _DocumentBlocks:
@@ -350,12 +350,6 @@ def _run(x: Tensor, first: Tensor, count: int) -> Tensor:
     """Return ``count`` of ``x [B, G, n, D]`` from ``first [B]`` in host memory on; undefined before the beginning."""
     at = from_each(first, count, x.device).clamp(min=0)
     return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _larger(old: Tensor | None, new: Tensor, dim: int) -> Tensor:
-    if old is not None:
-        new.narrow(dim, 0, old.shape[dim]).copy_(old)
-    return new
 
 
 GATHERED = 1 << 20

@@ -23,13 +23,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.attention.knn import KNNAttention
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.perplexity import by_context
+from memstore.eval.perplexity import Advance, by_context, losses_in_pieces, silent
 from memstore.memory import Document
 from memstore.models.memorizing import MemorizingCache, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
@@ -122,13 +121,6 @@ def _with_keys(query: Tensor, keys: Tensor) -> Tensor:
     return products.flatten(0, 1)
 
 
-Advance = Callable[[int], None]
-
-
-def silent(tokens: int) -> None:
-    """Ignore the number of ``tokens`` that were read."""
-
-
 class MemorizingScorer:
     """Reads documents with a memory of tokens of any size, one segment in each call."""
 
@@ -146,17 +138,10 @@ class MemorizingScorer:
         cache = MemorizingCache(config, 1)
         yield {"past_key_values": cache, "use_cache": True}
 
-    @torch.no_grad()
     def losses(self, tokens: Tensor, size: int, advance: Advance = silent) -> Tensor:
         """Return the losses ``[n - 1]`` of all ``tokens [n]`` except the first, with a memory of ``size`` tokens."""
-        ids, losses = tokens[None].to(self._model.device), []
         with self.reading(size) as given:
-            for start in range(0, len(tokens) - 1, self.segment):
-                part = ids[:, start : min(start + self.segment, len(tokens) - 1)]
-                logits = self._model(part, **given).logits[0].float()
-                losses.append(F.cross_entropy(logits, ids[0, start + 1 : start + 1 + part.shape[1]], reduction="none"))
-                advance(part.shape[1])
-        return torch.cat(losses)
+            return losses_in_pieces(self._model, tokens, self.segment, advance, **given)
 
 
 class StockScorer(MemorizingScorer):

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from memstore.attention.knn import KNNAttention, Tell, TokenMemory, WindowAttention
 from memstore.attention.layers import States
 from memstore.device_copies import to_device
-from memstore.models.causal import CausalLM, Decoder, make_known, uncompiled
+from memstore.models.causal import CausalLM, Decoder, make_known
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
+from memstore.readers.attachment import uncompiled
 
 
 class _MemorizingLayer(nn.Module):

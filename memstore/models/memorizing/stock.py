@@ -33,7 +33,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
 from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
@@ -51,9 +50,10 @@ from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, changed, evaluating
 from memstore.readers.caches import cache_in
 from memstore.readers.fingerprint import fingerprint_of
-from memstore.readers.kinds import KNN
+from memstore.readers.kinds import KNN, quiet_transformers
 from memstore.readers.observer import Choices, Origin
 from memstore.readers.reader import Reader, described
+from memstore.readers.stock.hooks import PassEnd
 
 NAME = "knn_memory"
 """The name of the memory in its layer, and of its settings in the model's configuration."""
@@ -62,10 +62,6 @@ NAME = "knn_memory"
 REORDERS = "_reorder_cache"
 """Method that transformers calls on a model when beams change their places."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-class _PassEnd(Exception):
-    """Ends a forward pass when only its first layers are needed."""
 
 
 class KNNMemory(nn.Module):
@@ -159,13 +155,13 @@ class KNNMemory(nn.Module):
 
         def enough(*_: object) -> None:
             seen.extend(self._taken())
-            raise _PassEnd
+            raise PassEnd
 
         attention: Any = self._around[0]
         handle = attention.o_proj.register_forward_pre_hook(enough, prepend=True)
         try:
             model(tokens[None].to(self.gate.device), use_cache=False)
-        except _PassEnd:
+        except PassEnd:
             pass
         finally:
             handle.remove()
@@ -336,14 +332,12 @@ def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel
     """
     if not (Path(folder) / "config.json").exists():
         raise NotFound(f"there is no model in {folder}: expected a folder with config.json and model.safetensors")
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers would warn of the memory's parameters, which it does not know
+    options = {"trust_remote_code": False, **options}
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **{"trust_remote_code": False, **options})
+        with quiet_transformers():  # it would warn of the memory's parameters, which it does not know
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, SafetensorError, ValueError) as error:
         raise DamagedError(f"the model in {folder} cannot be loaded: {error}") from None
-    finally:
-        logging.set_verbosity(verbosity)
     settings = getattr(model.config, NAME, None)
     if settings is None:
         raise InvalidArgument(f"the model in {folder} has no memory: add one with add_knn_memory")

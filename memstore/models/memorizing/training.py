@@ -29,6 +29,7 @@ from memstore.attention.knn import KNNAttention
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.layers import States, after
 from memstore.errors import DamagedError, InvalidArgument
+from memstore.eval.pairs import IGNORED
 from memstore.models.memorizing import (
     KNNMemory,
     MemorizingCache,
@@ -113,10 +114,6 @@ def present_states(model: MemorizingForCausalLM, text: Tensor, numbers: range) -
 
 def _slots(memory: RecentTokens, numbers: range) -> Tensor:
     return torch.arange(numbers.start, numbers.stop, device=memory.keys.device) % memory.capacity
-
-
-NO_LABEL = -100
-"""Label that transformers' losses leave out."""
 
 
 class _Segment(NamedTuple):
@@ -218,7 +215,7 @@ def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]
 def collate(segments: list[_Segment], window: int, padding: int) -> dict[str, Tensor]:
     """Return a batch of segments, with ``padding`` after the shorter ones; ``begins [B]`` marks new documents."""
     ids = torch.full((len(segments), window), padding)
-    labels = torch.full_like(ids, NO_LABEL)
+    labels = torch.full_like(ids, IGNORED)
     mask = torch.zeros_like(ids)
     for row, (tokens, _) in enumerate(segments):
         count = len(tokens) - 1

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memstore.device_copies import own_types, to_device
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.readers.asking import Query
-from memstore.readers.attachment import replaced
+from memstore.readers.attachment import before_calls, replaced, uncompiled
 from memstore.readers.caches import CACHE, cache_in, check_new
 from memstore.readers.fingerprint import WeightCheck
 from memstore.readers.observer import Observer
@@ -80,6 +80,22 @@ def check_generate(given: dict[str, Any], *configs: Any) -> None:
         _check("generate", GENERATE, name, next((value for value in values if value is not None), None))
 
 
+# An attribute of this model, in front of its class's method: pipelines and adapters call it too.
+def check_generating(stack: ExitStack, model: Any) -> None:
+    """Let ``model.generate`` refuse options that a memory cannot honour before any work, until ``stack`` is closed."""
+    if not hasattr(model, "generate"):
+        return
+    plain = model.generate
+
+    @wraps(plain)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        given = {**inspect.signature(plain).bind_partial(*args).arguments, **kwargs}
+        check_generate(given, given.get("generation_config"), model.generation_config)
+        return plain(*args, **kwargs)
+
+    replaced(stack, model, "generate", generate)
+
+
 def _check(function: str, table: dict[str, str], name: str, value: Any) -> None:
     if value is None or value is False:
         return
@@ -93,7 +109,7 @@ QUERY_TOKENS = 1024
 _PLANS: WeakKeyDictionary[nn.Module, tuple[Hooks, LayerPlan]] = WeakKeyDictionary()
 
 
-class _PassEnd(Exception):
+class PassEnd(Exception):
     """Ends a forward pass after the layers that were needed."""
 
 
@@ -132,36 +148,20 @@ class Hooks:
         plans = self.architecture.layers
         check_free(self.model)
         stack.callback(self._end)
-        self._generate_checked(stack)
-        stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
+        check_generating(stack, self.model)
+        stack.enter_context(implementation(self.model, NAME, uncompiled(_attention), _no_mask))
         for plan in plans:
             _PLANS[plan.module] = (self, plan)
             stack.callback(_PLANS.pop, plan.module, None)
-            _before(stack, plan.module, _without_positions)
+            before_calls(stack, plan.module, _without_positions)
         if not self.selection.by_layer:
             for layer in self.selection.index_layers:
-                _before(stack, plans[layer].block, self._hidden_hook(layer))
+                before_calls(stack, plans[layer].block, self._hidden_hook(layer))
         decoder = self.architecture.decoder
         if self.model.base_model is not decoder:
-            _before(stack, self.model.base_model, self._before_base)
-        _before(stack, decoder, self._before_forward)
-        stack.callback(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True).remove)
-
-    # An attribute of this model, in front of its class's method: pipelines and adapters call it too.
-    def _generate_checked(self, stack: ExitStack) -> None:
-        """Let ``model.generate`` refuse options that a memory cannot honour before anything is computed."""
-        model: Any = self.model
-        if not hasattr(model, "generate"):
-            return
-        plain = model.generate
-
-        @wraps(plain)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            given = {**inspect.signature(plain).bind_partial(*args).arguments, **kwargs}
-            check_generate(given, given.get("generation_config"), model.generation_config)
-            return plain(*args, **kwargs)
-
-        replaced(stack, model, "generate", generate)
+            before_calls(stack, self.model.base_model, self._before_base)
+        before_calls(stack, decoder, self._before_forward)
+        stack.callback(decoder.register_forward_hook(uncompiled(self._after_forward), always_call=True).remove)
 
     def _end(self) -> None:
         self._call = self._next = self._tap = None
@@ -188,7 +188,7 @@ class Hooks:
             if logits:
                 told: Tensor = result.logits
                 return told if ids.dim() == 2 else told[0]
-        except _PassEnd:
+        except PassEnd:
             pass
         finally:
             self._next, self._states_only, self._thread = outer
@@ -402,7 +402,7 @@ class Hooks:
                 self._call.see_hidden(layer, hidden, again=self._tap is not None)
             if self._tap is not None and layer == last:
                 self._call = None
-                raise _PassEnd
+                raise PassEnd
 
         return hook
 
@@ -460,23 +460,11 @@ def _attention(
     if hooks._states_only and plan is hooks.architecture.layers[-1]:
         call.layers[plan.index].fresh = (key, value)
         hooks._call = None
-        raise _PassEnd
+        raise PassEnd
     options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     out = call.layers[plan.index].attend(query, key, value, **options)
     out = out if hooks.heads is None else hooks.heads.own(out)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _before(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Run ``hook`` before each forward pass of ``module``, until ``stack`` is closed."""
-    stack.callback(module.register_forward_pre_hook(_uncompiled(hook), with_kwargs=True).remove)
-
-
-# A compiled model calls the memory's functions uncompiled: one graph break per layer.
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``function`` uncompiled: its work depends on the contents of the memory, which a compiler cannot see."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function)
-    return disabled
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

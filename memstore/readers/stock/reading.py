@@ -9,7 +9,6 @@ a time, even if the memory is closed in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from memstore.attention import sub_block_means
 from memstore.device_copies import along, own_types, to_device, to_host
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.memory.spec import as_stored
-from memstore.readers.attachment import Job, segments
+from memstore.readers.attachment import Job, last_states, segments
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
@@ -201,7 +200,7 @@ def recurrent_at_end(hooks: Hooks, document: Document, **sizes: int) -> _Recurre
     tokens = len(document)
     if hooks.architecture.linear is None:
         return _RecurrentStates(tokens, None)
-    after = _last_kept(document, hooks.model.device)
+    after = _RecurrentStates(*last_states(document, tokens, hooks.model.device))
     if after.tokens == tokens:
         return after
     size = document.memory.spec.block_size
@@ -219,14 +218,6 @@ def recurrent_at_end(hooks: Hooks, document: Document, **sizes: int) -> _Recurre
         for segment in segments(iter([rest]), after.tokens, reading.segment):
             reading.compute(segment)
     return _RecurrentStates(tokens, reading.recurrent)
-
-
-def _last_kept(document: Document, device: torch.device) -> _RecurrentStates:
-    """Return the last stored states that are undamaged."""
-    for place in reversed(document.recurrent_places()):
-        with suppress(DamagedError, NotFound):  # verify reports the damage; lost states are computed again
-            return _RecurrentStates(place, to_device(document.recurrent(place), device))
-    return _RecurrentStates(0, None)
 
 
 def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
