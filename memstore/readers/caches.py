@@ -1,6 +1,6 @@
-"""The cache in the keywords of a model's calls: its name, and whether a memory can use it.
+"""Caches of transformers: their name in a model's calls, how they are made, and whether a memory can use one.
 
-transformers calls it ``cache`` since 5.24, and ``past_key_values`` before. Its models still take the old name for a
+transformers names the keyword ``cache`` since 5.24, and ``past_key_values`` before. Its models still take the old name for a
 while, with a warning. The models of this package use ``past_key_values``.
 """
 
@@ -43,6 +43,22 @@ def takes_cache(function: F) -> F:
     both = [*told.parameters.values(), Parameter("cache", Parameter.KEYWORD_ONLY, default=None)]
     taking.__signature__ = told.replace(parameters=sorted(both, key=lambda each: each.kind))  # type: ignore[attr-defined]
     return taking  # type: ignore[return-value]
+
+
+def cache_with(layers: list[Any]) -> Any:
+    """Return a cache of transformers with these layers."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.layers, cache.layer_class_to_replicate = layers, None
+    return cache
+
+
+def new_layers(config: Any) -> list[Any]:
+    """Return the layers of a new cache."""
+    from transformers import DynamicCache
+
+    return list(DynamicCache(config=config).layers)
 
 
 def check_new(cache: Any) -> None:

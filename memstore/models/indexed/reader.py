@@ -38,13 +38,13 @@ from memstore.models.indexed.keys import DocumentKeys
 from memstore.models.reading import tokens_between
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, before_calls, changed, evaluating, last_states, replaced, uncompiled
-from memstore.readers.caches import CACHE, cache_in, check_new, with_cache
+from memstore.readers.caches import CACHE, cache_in, cache_with, check_new, new_layers, with_cache
 from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
 from memstore.readers.observer import Choices
 from memstore.readers.reader import Reader
 from memstore.readers.stock.hooks import check_forward, check_generating
-from memstore.readers.stock.linear import LinearLayers, cache_with, new_layers, slots_in, states_in
+from memstore.readers.stock.linear import LinearLayers, slots_in, states_in
 from memstore.readers.stock.reading import ending
 from memstore.store.records import Layout
 

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from memstore.errors import MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.attachment import evaluating
+from memstore.readers.caches import new_layers
 from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import NOT_INSTALLED
-from memstore.readers.stock.linear import LinearLayers, find_linear_layers, new_layers
+from memstore.readers.stock.linear import LinearLayers, find_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

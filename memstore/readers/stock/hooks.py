@@ -21,13 +21,12 @@ from memstore.device_copies import own_types, to_device
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.readers.asking import Query
 from memstore.readers.attachment import before_calls, replaced, uncompiled
-from memstore.readers.caches import CACHE, cache_in, check_new
+from memstore.readers.caches import CACHE, cache_in, cache_with, check_new
 from memstore.readers.fingerprint import WeightCheck
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
-from memstore.readers.stock.linear import cache_with
 from memstore.readers.stock.selection import Selection
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memstore.memory.spec import to_record
-from memstore.readers.caches import CACHE
+from memstore.readers.caches import CACHE, cache_with, new_layers
 from memstore.store.records import Layout
 
 if TYPE_CHECKING:
@@ -111,22 +111,6 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
 def _run(model: PreTrainedModel, tokens: Tensor, layers: list[Any]) -> Tensor:
     """Return the last states ``[1, T, hidden]`` of ``tokens [1, T]``."""
     return model.base_model(input_ids=tokens, use_cache=True, **{CACHE: cache_with(layers)})[0]  # type: ignore[no-any-return]
-
-
-def cache_with(layers: list[Any]) -> Any:
-    """Return a cache of transformers with these layers."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    cache.layers, cache.layer_class_to_replicate = layers, None
-    return cache
-
-
-def new_layers(config: Any) -> list[Any]:
-    """Return the layers of a new cache."""
-    from transformers import DynamicCache
-
-    return list(DynamicCache(config=config).layers)
 
 
 def slots_in(layers: Sequence[Any]) -> list[Slot]:
