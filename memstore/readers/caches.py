@@ -1,7 +1,7 @@
 """Caches of transformers: their name in a model's calls, how they are made, and whether a memory can use one.
 
-transformers names the keyword ``cache`` since 5.24, and ``past_key_values`` before. Its models still take the old name for a
-while, with a warning. The models of this package use ``past_key_values``.
+transformers names the keyword ``cache`` since 5.24, and ``past_key_values`` before. Its models still take the old name
+for a while, with a warning. The models of this package use ``past_key_values``.
 """
 
 from __future__ import annotations
