@@ -364,16 +364,17 @@ class IndexedCall:
 
     def _dense(self, layer: IndexedLayer, source: int, row: int, query: Tensor, places: Tensor) -> Tensor:
         """Attend with ``query [S, H, D]`` to all tokens up to each query's place, ``DENSE`` rows at a time."""
-        last, parts = int(places[-1]) + 1, []
+        last, found = int(places[-1]) + 1, None
         asked = query.transpose(0, 1)[None].float()  # [1, H, S, D]
         for start in range(0, last, DENSE):
             tokens = torch.arange(start, min(start + DENSE, last), device=query.device)
-            rows = self._rows(layer, source, row, tokens).unflatten(1, (layer.groups, -1)).transpose(0, 1)[None]
+            rows = self._rows(layer, source, row, tokens).float().unflatten(1, (layer.groups, -1)).transpose(0, 1)[None]
             given = asked, rows[..., layer.key], rows[..., layer.value]
             sinks = None if start else layer.sinks  # they count once
-            parts.append(block_attention(*given, mask=tokens <= places[:, None], scale=layer.scaling, sinks=sinks))
-        out, _ = merge_attention(*zip(*parts, strict=True))
-        return out[0].transpose(0, 1).to(query.dtype)
+            part = block_attention(*given, mask=tokens <= places[:, None], scale=layer.scaling, sinks=sinks)
+            found = part if found is None else merge_attention(*zip(found, part, strict=True))
+        assert found is not None, "a token sees itself"
+        return found[0][0].transpose(0, 1).to(query.dtype)
 
     def weights(self, layer: IndexedLayer, query: Tensor, table: Tensor, at: Tensor) -> Tensor:
         """Return the part of the attention of ``query [H, D]`` on each of the rows ``at [lists, K]``: ``[H, K]``."""
