@@ -17,7 +17,7 @@ import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, UnsupportedModel
 from memstore.memory.view import LayerView
 from memstore.models.cache import ranked_look
-from memstore.models.indexed import IndexedReader, family_of
+from memstore.models.indexed import IndexedReader, call, family_of
 from memstore.models.indexed.family import load
 from memstore.models.indexed.keys import DocumentKeys, Rows
 from memstore.readers.fingerprint import options_of
@@ -240,6 +240,20 @@ def test_without_a_cache_and_with_gradients_as_the_model_alone(family: str) -> N
         torch.testing.assert_close(found, loss, rtol=0, atol=1e-5)
         found.backward()
         assert all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
+
+
+@pytest.mark.parametrize("family", ["minimax_m3_vl_text", "dots3_note_text"])
+@torch.no_grad()
+def test_layers_that_see_everything_read_it_in_pieces(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    kinds = ["full_attention"] * 3 + [CONFIGS[family]["layer_types"][0]]
+    model, ids, found = tiny(family, layer_types=kinds), text(90), []
+    for rows in (4096, 16, 7):
+        monkeypatch.setattr(call, "DENSE", rows)
+        with memstore.attach(model, "ram:", block_size=16) as reader:
+            reader.read(ids[:70])
+            found.append(logits(model, ids[None, 70:]))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4", "qwen4_exp_text", "glm5_next"])
