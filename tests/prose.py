@@ -172,6 +172,8 @@ def messages() -> Iterator[tuple[str, str]]:
                     pass
                 case ast.keyword(arg="help", value=said) | ast.Call(func=ast.Name(id="option"), args=[said, *_]):
                     pass
+                case ast.Call(func=ast.Name(id="argument"), args=[_, said, *_]):
+                    pass
                 case _:
                     continue
             for text in strings(said):
