@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,26 @@ def test_two_traces_side_by_side(asked: memstore.Memory, chrome: Chrome) -> None
         seen.wait_for("#used h2", "step 0")
         seen.click("#other .close")
         seen.until("document.querySelector('#other').hidden && !document.querySelector('#answer').hidden")
+
+
+@pytest.mark.slow
+def test_what_comes_late_does_not_take_the_place_of_a_chosen_token(asked: memstore.Memory, chrome: Chrome) -> None:
+    with shown(chrome, asked) as seen:
+        ask(seen, "Where is the key?")
+        ask(seen, "When does it leave?")
+        seen.wait_for("#used h2", "Used by the whole trace")
+        seen.run(
+            "const fetched = window.fetch; window.late = 0; window.fetch = async (path, ...how) => {"
+            " if (!path.includes('/used')) return fetched(path, ...how);"
+            " await new Promise(later => setTimeout(later, 1500));"
+            " setTimeout(() => { window.late += 1; }, 300); return fetched(path, ...how); }"
+        )
+        seen.click("#traces li:nth-child(2) .acts button")
+        seen.click("#other .token:nth-child(1)")
+        seen.wait_for("#used h2", "step 0")
+        seen.until("window.late")
+        time.sleep(2)  # for a second request, which there must not be
+        assert "step 0" in seen.text("#used h2")
 
 
 @pytest.mark.slow

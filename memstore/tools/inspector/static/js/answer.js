@@ -10,7 +10,7 @@ const HEAD = 9; // and of a head
 export class Answer {
   /**
    * `load(number, start, stop, layer, head)` gives a part of a trace, `look(number, start, stop)` its overview;
-   * `chosen(what)` is called when a step, a layer, a head or the end of it was chosen.
+   * `chosen(what)` is called when a step, a layer, a head or the end of it was chosen, also by following the trace.
    */
   constructor(box, load, look, chosen) {
     Object.assign(this, { box, load, look, chosen });
@@ -216,7 +216,7 @@ export class Answer {
       if (selected) token.scrollIntoView({ block: "nearest" });
     }
     this.draw();
-    return this.chosen("step");
+    return this.chosen(following ? "following" : "step");
   }
 
   /** The token before or after the chosen one. */

@@ -21,7 +21,7 @@ import { showUsed, together } from "./used.js";
 const SOON = 500; // milliseconds between two looks at a memory while a model generates
 const LATER = 2000;
 
-const state = { memory: null, document: null, documents: null, live: null, lit: [], gone: false, focus: null, newest: 0 };
+const state = { memory: null, document: null, documents: null, live: null, lit: [], gone: false, focus: null, turn: 0, newest: 0 };
 
 const flow = new Flow(at("flow"), (block) => runOn("details", selectBlock(block)), (place) => strip.update({ place }));
 const strip = new Strip(at("strip"), (block) => flow.goTo(block, 0), (part) => flow.scrollBy(part * at("flow").clientHeight));
@@ -209,6 +209,7 @@ async function closeBeside() {
 
 async function traceChosen(which, what) {
   if (what === "close") return which === other ? closeBeside() : closeTrace();
+  if (what === "following" && focus() !== which && focus().step !== null) return; // somebody chose a token of the other
   state.focus = which;
   await (which.step === null ? showTraceUse() : showStep());
   remember();
@@ -227,24 +228,25 @@ function closeTrace() {
 }
 
 /** What the chosen token of `which`, or its whole trace, used; undefined if another choice was made meanwhile. */
-async function loadUsed(which, path) {
+async function loadUsed(which, path, turn) {
   const { trace, step, layer, head } = which;
   const used = await get(`traces/${trace.number}/${path}`, { layer, head });
-  const now = [which.trace?.number, which.step, which.layer, which.head];
-  return [trace.number, step, layer, head].every((each, place) => each === now[place]) ? used : undefined;
+  const now = [which.trace?.number, which.step, which.layer, which.head, state.turn];
+  return [trace.number, step, layer, head, turn].every((each, place) => each === now[place]) ? used : undefined;
 }
 
 async function showStep() {
-  const which = focus();
+  const [which, turn] = [focus(), (state.turn += 1)];
   const { step } = which;
-  const used = await loadUsed(which, `steps/${step}`);
+  const used = await loadUsed(which, `steps/${step}`, turn);
   if (used) await lightUp(used, `Used for “${which.piece().trim() || "…"}”, step ${count(step)}`);
 }
 
 /** `lead`: to the block that was used most, also where another document of those that were used is on the page. */
 async function showTraceUse(lead = false) {
-  const used = await loadUsed(answer, "used");
-  const beside = other.trace && (await loadUsed(other, "used"));
+  const turn = (state.turn += 1); // what was asked for before is not shown any more
+  const used = await loadUsed(answer, "used", turn);
+  const beside = used && other.trace && (await loadUsed(other, "used", turn));
   if (!used || beside === undefined) return;
   if (beside) await lightUp(together(used, beside), "Used by both traces ", [answer.trace.number, other.trace.number]);
   else await lightUp(used, "Used by the whole trace", null, lead);
@@ -305,8 +307,8 @@ async function answered(trace) {
   await look();
   if (trace !== null && answer.trace?.number !== trace) await openTrace(trace);
   if (trace === null || answer.trace?.number !== trace) return;
-  if (answer.follow) await answer.choose(null); // its last token was chosen by nobody
-  if (answer.step === null) await showTraceUse(true);
+  if (answer.follow) await answer.choose(null, true); // its last token was chosen by nobody
+  if (focus().step === null) await showTraceUse(true);
 }
 
 // Changes
