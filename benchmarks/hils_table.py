@@ -306,11 +306,9 @@ def show(file: dict[str, Any]) -> None:
         for name, seeds in rows.items():
             right = [[row[task].get(str(length)) for row in seeds.values()] for length in lengths]
             print("| " + " | ".join([title, name, *map(_right, right)]) + " |")
-    for name, seeds in rows.items():
-        row = next(iter(seeds.values()))
-        speeds = ", ".join(f"{each['tokens'] / each['seconds']:,.0f}" for each in seeds.values())
-        print(f"\n{name}: {row['parameters']:,} parameters; trained at {speeds} tokens/s", end="")
     print()
+    for name, seeds in rows.items():  # no speeds: trainings ran beside other work, some were stopped and continued
+        print(f"{name}: {next(iter(seeds.values()))['parameters']:,} parameters")
 
 
 def _right(seeds: Sequence[list[int] | None]) -> str:
