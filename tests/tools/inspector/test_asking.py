@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,16 +200,15 @@ def test_what_comes_late_does_not_take_the_place_of_a_chosen_token(asked: memsto
         ask(seen, "When does it leave?")
         seen.wait_for("#used h2", "Used by the whole trace")
         seen.run(
-            "const fetched = window.fetch; window.late = 0; window.fetch = async (path, ...how) => {"
+            "const fetched = window.fetch; window.waiting = 0; window.fetch = async (path, ...how) => {"
             " if (!path.includes('/used')) return fetched(path, ...how);"
-            " await new Promise(later => setTimeout(later, 1500));"
-            " setTimeout(() => { window.late += 1; }, 300); return fetched(path, ...how); }"
+            " window.waiting += 1; await new Promise(later => setTimeout(later, 1500));"
+            " setTimeout(() => { window.late = true; window.waiting -= 1; }, 300); return fetched(path, ...how); }"
         )
         seen.click("#traces li:nth-child(2) .acts button")
         seen.click("#other .token:nth-child(1)")
         seen.wait_for("#used h2", "step 0")
-        seen.until("window.late")
-        time.sleep(2)  # for a second request, which there must not be
+        seen.until("window.late && !window.waiting")
         assert "step 0" in seen.text("#used h2")
 
 
