@@ -44,7 +44,7 @@ from memstore.store.records import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Tabl
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
 _ROUNDS = 5  # a repair can reveal more faults: first an entry, then the blocks it refers to
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)  # raised by damaged or unexpected JSON
-_FIRST_AGAIN = 1000  # numbers to skip if the last used one is unknown
+_FIRST_AGAIN = 1000  # numbers to skip if the last used one is unknown, because none is ever used twice
 
 
 @dataclass(frozen=True, kw_only=True)
