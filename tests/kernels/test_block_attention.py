@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from memstore.kernels.block_attention import attend, fused
 from tests.pairs import pairs
 from tests.pretended import pretended
 
+Part = Callable[[Tensor, Tensor | None], Tensor]
 SIZES = [(1, 1, 1, 1), (2, 4, 2, 63), (1, 9, 3, 111), (3, 2, 2, 1)]  # B, H, G, N
 
 
@@ -129,6 +131,30 @@ def test_a_narrow_mask_is_for_the_last_keys(dtype: torch.dtype, heads: int) -> N
     torch.testing.assert_close(attend(q, k, v, mask=narrow), attend(q, k, v, mask=wide))
     repeated = wide.expand(-1, 6, -1, -1) if heads == 1 else wide.repeat_interleave(6 // heads, 1)
     assert_as_exact_as_plain(attend(q, k, v, mask=narrow), q, k, v, repeated == 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("option", ["plain", "softcap", "sinks"])
+def test_few_scores_are_held_at_once(option: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.to(torch.bfloat16) for x in inputs(2, 6, 2, 30))
+    mask = torch.zeros(1, 1, 5, 12, dtype=q.dtype).masked_fill(~torch.ones(5, 12).bool().tril(7), float("-inf"))
+    forms: dict[str, dict[str, Any]] = {"plain": {}, "softcap": {"softcap": 3.0}, "sinks": {"sinks": q[0, :, 0, 0]}}
+    options = {"mask": mask if masked else None} | forms[option]
+    whole, rows, by_rows = attend(q, k, v, **options), list[int](), fused.by_rows
+
+    def counted(part: Part, *given: Any) -> Tensor:
+        def attended(q: Tensor, mask: Tensor | None) -> Tensor:
+            rows.append(q.shape[2])
+            return part(q, mask)
+
+        return by_rows(attended, *given)
+
+    monkeypatch.setattr(fused, "by_rows", counted)
+    for largest, want in ((2 * 6 * 30 * 2, [2, 2, 1]), (1, [1] * 5)):
+        rows.clear()
+        monkeypatch.setattr(fused, "LARGEST", largest)
+        torch.testing.assert_close(attend(q, k, v, **options), whole)
+        assert rows == want
 
 
 MASKS = ["none", "boolean", "additive", "of each row", "of each head"]

@@ -93,7 +93,11 @@ def attend(
     if softcap is None and sinks is None:
         return fused.attend(q, k, v, mask=mask, scale=scale)
     mask = None if mask is None else fused.whole_mask(mask, q.shape[1], k.shape[2])
-    return _reference(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
+
+    def part(q: Tensor, mask: Tensor | None) -> Tensor:
+        return _reference(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
+
+    return fused.by_rows(part, q, mask, k.shape[2])
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
