@@ -69,8 +69,9 @@ format: $(READY) ## Put the code into the house format
 	$(BIN)/ruff format .
 
 # What needs a model, a text or a memory of yours, or a GPU, is run by hand.
-BY_HAND := answers factories gpu hils_table keysets knn_tables known landmark_finetune landmark_passkeys landmark_tables lookups memorizing_stock \
-    memory_questions parallel pays price prose query searches tracing_models
+BY_HAND := answers carriers chain factories gpu hils_table keysets knn_tables known landmark_finetune \
+    landmark_passkeys landmark_tables lookups memorizing_stock memory_questions parallel pays position_jumps \
+    price prose query searches tracing_models two_hops
 bench: $(READY) ## Measure what needs no model or text of your own, some minutes each
 	for name in $(filter-out $(BY_HAND),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do $(BIN)/python -m benchmarks.$$name; done
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from argparse import ArgumentParser
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,26 @@ def test_a_benchmark_says_what_it_measures(
         run_path(str(path), run_name="__main__")
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("usage: ")
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_make_bench_leaves_out_what_needs_arguments(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = (ROOT / "Makefile").read_text().partition("BY_HAND := ")[2].partition("\nbench:")[0].split()
+    if path.stem in by_hand or "ArgumentParser" not in path.read_text():
+        return
+    parse = ArgumentParser.parse_args
+
+    def parsed(*given: Any) -> None:
+        parse(*given)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
+    if '__name__ == "__main__"' in path.read_text():
+        with pytest.raises(SystemExit) as end:
+            run_path(str(path), run_name="__main__")
+        assert end.value.code == 0
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
