@@ -15,7 +15,6 @@ from memstore.kernels.block_attention import attend, fused
 from tests.pairs import pairs
 from tests.pretended import pretended
 
-Part = Callable[[Tensor, Tensor | None], Tensor]
 SIZES = [(1, 1, 1, 1), (2, 4, 2, 63), (1, 9, 3, 111), (3, 2, 2, 1)]  # B, H, G, N
 
 
@@ -140,21 +139,30 @@ def test_few_scores_are_held_at_once(option: str, masked: bool, monkeypatch: pyt
     mask = torch.zeros(1, 1, 5, 12, dtype=q.dtype).masked_fill(~torch.ones(5, 12).bool().tril(7), float("-inf"))
     forms: dict[str, dict[str, Any]] = {"plain": {}, "softcap": {"softcap": 3.0}, "sinks": {"sinks": q[0, :, 0, 0]}}
     options = {"mask": mask if masked else None} | forms[option]
-    whole, rows, by_rows = attend(q, k, v, **options), list[int](), fused.by_rows
+    whole, sizes, by_rows = attend(q, k, v, **options), list[tuple[int, int]](), fused.by_rows
 
-    def counted(part: Part, *given: Any) -> Tensor:
-        def attended(q: Tensor, mask: Tensor | None) -> Tensor:
-            rows.append(q.shape[2])
-            return part(q, mask)
+    def counted(part: Callable[..., Tensor], *given: Any) -> Tensor:
+        def attended(q: Tensor, k: Tensor, *others: Any) -> Tensor:
+            sizes.append((q.shape[2], k.shape[2]))
+            return part(q, k, *others)
 
         return by_rows(attended, *given)
 
     monkeypatch.setattr(fused, "by_rows", counted)
-    for largest, want in ((2 * 6 * 30 * 2, [2, 2, 1]), (1, [1] * 5)):
-        rows.clear()
+    for largest, rows, ends in ((2 * 6 * 30 * 2, [2, 2, 1], [27, 29, 30]), (1, [1] * 5, [26, 27, 28, 29, 30])):
+        sizes.clear()
         monkeypatch.setattr(fused, "LARGEST", largest)
         torch.testing.assert_close(attend(q, k, v, **options), whole)
-        assert rows == want
+        assert sizes == list(zip(rows, ends if masked else [30] * 5, strict=False))
+
+
+def test_a_query_that_sees_nothing_disturbs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.to(torch.bfloat16) for x in inputs(1, 6, 2, 30))
+    mask = torch.zeros(1, 1, 5, 12, dtype=q.dtype)
+    mask[:, :, 0] = torch.finfo(q.dtype).min
+    whole = attend(q, k, v, mask=mask)
+    monkeypatch.setattr(fused, "LARGEST", 1)
+    torch.testing.assert_close(attend(q, k, v, mask=mask), whole)
 
 
 MASKS = ["none", "boolean", "additive", "of each row", "of each head"]

@@ -94,10 +94,10 @@ def attend(
         return fused.attend(q, k, v, mask=mask, scale=scale)
     mask = None if mask is None else fused.whole_mask(mask, q.shape[1], k.shape[2])
 
-    def part(q: Tensor, mask: Tensor | None) -> Tensor:
+    def part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return _reference(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
 
-    return fused.by_rows(part, q, mask, k.shape[2])
+    return fused.by_rows(part, q, k, v, mask)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ Measured on CPUs without matrix units for bfloat16 (256 queries, 9 heads of 64, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -40,19 +39,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float
     for the last ``M`` keys; earlier keys are visible to all queries.
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] > 1:
-        k = k.contiguous()  # it is the beginning of a buffer; transposed, PyTorch would copy it one number at a time
-        return by_rows(lambda rows, mask: _products(rows, k, v, mask, scale), q, mask, k.shape[2])
+        return by_rows(lambda q, k, v, mask: _products(q, k, v, mask, scale), q, k, v, mask)
     if q.shape[2] == 1 and mask is None:
         return _packed_sdpa(q, k, v, scale)
     mask = None if mask is None else whole_mask(mask, q.shape[1], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def by_rows(attend: Callable[[Tensor, Tensor | None], Tensor], q: Tensor, mask: Tensor | None, keys: int) -> Tensor:
-    """Attend with some queries of ``q [B, H, T, D]`` after others, so that no more than ``LARGEST`` scores are held."""
-    rows = max(1, LARGEST // max(1, q.shape[0] * q.shape[1] * keys))
-    masks = repeat(None) if mask is None else mask.split(rows, 2)
-    return torch.cat([attend(*piece) for piece in zip(q.split(rows, 2), masks, strict=False)], 2)
+def by_rows(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend with some queries after others, each to the keys they see, so that ``LARGEST`` scores are held at most."""
+    rows = max(1, LARGEST // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    if q.shape[2] <= rows:
+        return attend(q, k, v, mask)
+    outs = []
+    for begin in range(0, q.shape[2], rows):
+        some, hidden = None if mask is None else mask[:, :, begin : begin + rows], 0
+        if some is not None and len(seen := (some > torch.finfo(some.dtype).min).any((0, 1, 2)).nonzero()):
+            hidden, some = some.shape[-1] - int(seen[-1]) - 1, some[..., : int(seen[-1]) + 1]
+        end = k.shape[2] - hidden
+        outs.append(attend(q[:, :, begin : begin + rows], k[:, :, :end], v[:, :, :end], some))
+    return torch.cat(outs, 2)
 
 
 def whole_mask(mask: Tensor, heads: int, keys: int) -> Tensor:
@@ -66,7 +72,8 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     batch, heads, tokens, dim = q.shape
     groups = k.shape[1]
     packed = (q * scale).reshape(batch, groups, heads // groups * tokens, dim)
-    scores = packed @ k.transpose(-1, -2)
+    # Keys are the beginning of a buffer; transposed, PyTorch would copy it one number at a time.
+    scores = packed @ k.contiguous().transpose(-1, -2)
     if mask is not None:
         masked = scores.view(batch, groups, heads // groups, tokens, -1)[..., k.shape[2] - mask.shape[-1] :]
         masked += mask[:, :, None] if mask.shape[1] in (1, groups) else mask.unflatten(1, (groups, -1))
