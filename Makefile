@@ -71,12 +71,12 @@ format: $(READY) ## Put the code into the house format
 # What needs a model, a text or a memory of yours, or a GPU, is run by hand.
 BY_HAND := answers carriers chain factories gpu hils_table keysets knn_tables known landmark_finetune \
     landmark_passkeys landmark_tables lookups memorizing_stock memory_questions parallel pays position_jumps \
-    price prose query searches tracing_models two_hops
+    price prose query searches staleness tracing_models two_hops
 bench: $(READY) ## Measure what needs no model or text of your own, some minutes each
 	for name in $(filter-out $(BY_HAND),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do $(BIN)/python -m benchmarks.$$name; done
 
 papers: $(READY) ## Print the tables of the papers from their rows; each module says how to make them anew
-	for name in hils_table two_hops position_jumps; do $(BIN)/python -m benchmarks.$$name --print; done
+	for name in hils_table two_hops position_jumps staleness offloading; do $(BIN)/python -m benchmarks.$$name --print; done
 
 faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (an hour and a quarter)
 	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json $(FAULTS_FLAGS)
