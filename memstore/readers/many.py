@@ -103,19 +103,10 @@ def read_many(
     if workers < 1:
         raise InvalidArgument(f"workers must be at least 1, not {workers}")
     load = model if callable(model) else partial(load_folder, Path(model).expanduser().resolve())
+    how: dict[str, Any] = {"workers": workers, "address": address, "parts": parts, "stretch": stretch}
     loaded, tokenizer = load()
     with attach(loaded, memory, tokenizer=tokenizer, **options) as reader:
-        return read_parts(
-            reader,
-            load,
-            texts,
-            workers=workers,
-            address=address,
-            parts=parts,
-            stretch=stretch,
-            progress=progress,
-            **options,
-        )
+        return read_parts(reader, load, texts, progress=progress, **how, **options)
 
 
 def read_parts(

@@ -132,10 +132,13 @@ def test_a_narrow_mask_is_for_the_last_keys(dtype: torch.dtype, heads: int) -> N
     assert_as_exact_as_plain(attend(q, k, v, mask=narrow), q, k, v, repeated == 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("option", ["plain", "softcap", "sinks"])
-def test_few_scores_are_held_at_once(option: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (x.to(torch.bfloat16) for x in inputs(2, 6, 2, 30))
+def test_few_scores_are_held_at_once(
+    option: str, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (x.to(dtype) for x in inputs(2, 6, 2, 30))
     mask = torch.zeros(1, 1, 5, 12, dtype=q.dtype).masked_fill(~torch.ones(5, 12).bool().tril(7), float("-inf"))
     forms: dict[str, dict[str, Any]] = {"plain": {}, "softcap": {"softcap": 3.0}, "sinks": {"sinks": q[0, :, 0, 0]}}
     options = {"mask": mask if masked else None} | forms[option]

@@ -7,6 +7,7 @@ Measured on CPUs without matrix units for bfloat16 (256 queries, 9 heads of 64, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float
     ``mask`` is additive, in the dtype of ``q``, and broadcasts to ``[B, heads, T, M]``, heads being 1, G or H. It is
     for the last ``M`` keys; earlier keys are visible to all queries.
     """
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] > 1:
-        return by_rows(lambda q, k, v, mask: _products(q, k, v, mask, scale), q, k, v, mask)
     if q.shape[2] == 1 and mask is None:
         return _packed_sdpa(q, k, v, scale)
-    mask = None if mask is None else whole_mask(mask, q.shape[1], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    cpu = q.device.type == "cpu"
+    form = partial(_products if cpu and q.dtype == torch.bfloat16 and q.shape[2] > 1 else _sdpa, scale)
+    return by_rows(form, q, k, v, mask) if cpu else form(q, k, v, mask)
 
 
 def by_rows(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -68,7 +68,12 @@ def whole_mask(mask: Tensor, heads: int, keys: int) -> Tensor:
     return F.pad(mask, (keys - mask.shape[-1], 0))
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _sdpa(scale: float, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    mask = None if mask is None else whole_mask(mask, q.shape[1], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _products(scale: float, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     batch, heads, tokens, dim = q.shape
     groups = k.shape[1]
     packed = (q * scale).reshape(batch, groups, heads // groups * tokens, dim)
