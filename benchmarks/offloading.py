@@ -4,9 +4,10 @@
     python benchmarks/offloading.py --print
 
 Models of eight layers of 512 with random weights (time does not depend on them) read a text, and then generate. Full
-attention keeps all keys and values in its cache. Landmark attention, HiLS and the DRT retrieve four blocks of 64 from a
-memory, which is on disk or in RAM. All but full attention have a window of 512 tokens; landmark attention sees four
-blocks directly instead.
+attention keeps all keys and values in its cache, which is copied for each token, as that of transformers is. Landmark
+attention, HiLS and the DRT retrieve four blocks of 64 from a memory, which is on disk or in RAM: landmark attention one
+list for a layer and segment, HiLS for each head and token, the DRT for a block. Landmark attention sees up to four
+blocks directly, the others a window of 512 tokens.
 
 Each row has a process of its own, of one thread. *ms* is the processor time of a token, by turns with a model that has
 the window alone; *ratio* compares both medians. *anonymous* is what the process has of its own more than before it
@@ -80,7 +81,7 @@ STORES = {"on disk": "{}/text.mem", "in RAM": "ram:"}
 def main() -> None:
     """Measure each row in its own process, print a table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 32_768], help="tokens that are read")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384], help="tokens that are read")
     parser.add_argument("--tokens", type=int, default=256, help="that are generated")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file to write")
     parser.add_argument("--row", nargs=2, metavar=("MODEL", "STORE"), help="measure and print this row alone")
@@ -145,9 +146,10 @@ def _read(model: Any, store: str, text: Tensor) -> Iterator[tuple[Any, int]]:
     if store == CACHE_ALONE:
         yield _fed(model, text), 0
         return
+    retrieval = memstore.Retrieval(top_k=TOP_K, share="layer") if isinstance(model, LandmarkForCausalLM) else None
     with (
         tempfile.TemporaryDirectory() as folder,
-        memstore.attach(model, STORES[store].format(folder), document="text") as reader,
+        memstore.attach(model, STORES[store].format(folder), document="text", retrieval=retrieval) as reader,
     ):
         reader.read(text)
         yield reader.cache(), disk_bytes(Path(folder))
