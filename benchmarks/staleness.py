@@ -68,7 +68,8 @@ def main() -> None:
                 continue
             row = trained(options.texts, options.out / f"{way}, seed {seed}", WAYS[way], options.steps, seed)
             file["rows"].append({"keys": way, "seed": seed, **row})
-            options.output.write_text(json.dumps({"about": about, "rows": file["rows"]}, indent=1) + "\n")
+            file = {"about": about, "summary": summary(file["rows"]), "rows": file["rows"]}
+            options.output.write_text(json.dumps(file, indent=1) + "\n")
     show(json.loads(options.output.read_text()))
 
 
@@ -128,23 +129,29 @@ def _watched() -> Iterator[list[dict[str, float]]]:
         yield lines
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Return the mean over trainings of each measure, and its standard error over seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for way in WAYS:
+        own = [row for row in rows if row["keys"] == way]
+        means = {name: [fmean(line[name] for line in row["lines"]) for row in own] for name in MEASURES}
+        means["loss"] = [row["loss"] for row in own]
+        found[way] = {
+            name: [round(fmean(each), 4), round(stdev(each) / math.sqrt(len(each)), 4) if len(each) > 1 else 0.0]
+            for name, each in means.items()
+            if each
+        }
+    return found
+
+
 def show(file: dict[str, Any]) -> None:
-    """Print means over the lines of a training; ± is the standard error over seeds."""
+    """Print the means, with ± their standard errors."""
     page = Page()
     page.facts(file["about"])
     page.line()
-    rows = []
-    for way in WAYS:
-        means = {name: [fmean(line[name] for line in row["lines"]) for row in file["rows"] if row["keys"] == way]
-                 for name in MEASURES}  # fmt: skip
-        means["loss"] = [row["loss"] for row in file["rows"] if row["keys"] == way]
-        rows.append([way, *map(_mean, means.values())])
+    rows = [[way, *(f"{mean:.3f} ± {error:.3f}" for mean, error in found.values())]
+            for way, found in file["summary"].items() if found]  # fmt: skip
     page.table(["keys", *MEASURES, "loss"], rows)
-
-
-def _mean(values: Sequence[float]) -> str:
-    error = f" ± {stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
-    return f"{fmean(values):.3f}{error}" if values else "-"
 
 
 if __name__ == "__main__":
