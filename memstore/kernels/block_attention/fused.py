@@ -53,11 +53,14 @@ def by_rows(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask
         return attend(q, k, v, mask)
     outs = []
     for begin in range(0, q.shape[2], rows):
-        some, hidden = None if mask is None else mask[:, :, begin : begin + rows], 0
-        if some is not None and len(seen := (some > torch.finfo(some.dtype).min).any((0, 1, 2)).nonzero()):
-            hidden, some = some.shape[-1] - int(seen[-1]) - 1, some[..., : int(seen[-1]) + 1]
+        near, hidden = None, 0
+        if mask is not None:
+            near = mask[:, :, begin : begin + rows]
+            seen = (near > torch.finfo(near.dtype).min).any((0, 1, 2)).nonzero()
+            hidden = near.shape[-1] - int(seen[-1]) - 1 if len(seen) else 0
+            near = near[..., : near.shape[-1] - hidden]
         end = k.shape[2] - hidden
-        outs.append(attend(q[:, :, begin : begin + rows], k[:, :, :end], v[:, :, :end], some))
+        outs.append(attend(q[:, :, begin : begin + rows], k[:, :, :end], v[:, :, :end], near))
     return torch.cat(outs, 2)
 
 
