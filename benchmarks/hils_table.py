@@ -1,4 +1,4 @@
-"""HiLS attention beside landmark attention, the DRT, a window and full attention: one budget, one table.
+"""HiLS beside landmark attention, the DRT, a Memorizing Transformer, a window, full attention: one budget, one table.
 
     python benchmarks/prose.py prose
     python benchmarks/hils_table.py --train prose/train/sec[B-F]*.txt --held prose/held --out table
@@ -13,8 +13,8 @@ begins, as it needs; those of the others end anywhere.) Then, by length of what 
 - whole answers to each of the tasks, hidden in those texts, with seeds that training has not seen: one passkey, one of
   four named numbers, and both links of a chain beside another chain (variable tracking).
 
-HiLS, landmark attention and the DRT have read all before the question into a memory on disk; full attention and the
-window have it in their cache. Beyond a length at which it answered nothing a model is not asked.
+HiLS, landmark attention and the DRT have read all before the question into a memory on disk. Full attention and the
+window have it in their cache, and the Memorizing Transformer in its cache's memory. Beyond a length at which it answered nothing a model is not asked.
 
 It goes on where it was interrupted: trainings from checkpoints, measurements from what the file has.
 """
@@ -33,13 +33,13 @@ from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 import memstore
 from memstore.eval.evaluation import greedy
@@ -50,12 +50,15 @@ from memstore.models.drt import training as drt
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.hils.training import HilsRecipe
 from memstore.models.landmark.training import LandmarkRecipe
+from memstore.models.memorizing import MemorizingForCausalLM
+from memstore.models.memorizing import training as memorizing
 from memstore.readers.kinds import encode, load_folder, quiet_transformers
 from memstore.resources import hardware
 from memstore.train.corpora import Documents
 from memstore.train.options import Optimisation, Runtime
 from memstore.train.recipes import LOOKUPS, Recipe
 from memstore.train.texts import train_recipe
+from memstore.train.trainer import AnswerTrainer
 from memstore.train.training import load_tokenizer
 
 Floats = NDArray[np.floating[Any]]
@@ -78,11 +81,28 @@ SIZES: dict[str, Any] = {"initializer_range": 0.06}
 BLOCK = 31
 BLOCKS: dict[str, Any] = {"local_layers": [0, 1, 2], "window": 64}
 DRT: dict[str, Any] = {"intermediate_size": 146, "landmark_uses_own": True}
+KNN: dict[str, Any] = {"window": 64, "block_size": BLOCK + 1, "intermediate_size": 236, "tie_word_embeddings": False}
 NOTHING: dict[str, Any] = {}
 WARM = {"warm_until": 1.0}
 """Landmarks count from there on: before the tasks after the first keep the loss up."""
 BM25, K1 = "DRT, BM25", 1.2
 """The row whose blocks BM25 chooses, and how fast it saturates with the count of a token."""
+
+
+class MemorizingRecipe(Recipe):
+    """A recipe for a Memorizing Transformer, whose memory holds the earlier windows of a row."""
+
+    kind: ClassVar[str] = "memorizing"
+    aligned: ClassVar[bool] = False
+
+
+class MemorizingTrainer(AnswerTrainer):
+    """Trains it on rows of a recipe. No gradient reaches tokens of the memory."""
+
+    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``AnswerTrainer``. With a cache the model reads window by window, and looks up earlier windows."""
+        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=True).logits
+        return logits
 
 
 def recipes(steps: int, seed: int) -> dict[str, Recipe]:
@@ -100,6 +120,7 @@ def recipes(steps: int, seed: int) -> dict[str, Recipe]:
         "DRT, random blocks": made(Recipe, "drt-random", upper_layers=[1, 1], retrieval="random", **DRT),
         BM25: made(Recipe, "drt-bm25", upper_layers=[1, 1], retrieval="external", gumbel=0.0, **DRT),
         "DRT, no Gumbel noise": made(Recipe, "drt-no-noise", upper_layers=[1, 1], gumbel=0.0, **DRT),
+        "Memorizing Transformer": made(MemorizingRecipe, "memorizing", **KNN),
         "Transformer-XL": made(LandmarkRecipe, "xl", attention="xl", **BLOCKS),
         "window": made(LandmarkRecipe, "window", attention="window", **BLOCKS),
         "window, two layers more": made(
@@ -173,7 +194,10 @@ def _counts(tokens: Tensor, vocabulary: int) -> Tensor:
 
 @contextmanager
 def made_with(retriever: Bm25) -> Iterator[None]:
-    """Give new DRTs with ``retrieval="external"`` this retriever, while one is trained."""
+    """While a model is trained, give new DRTs with ``retrieval="external"`` this retriever.
+
+    Memorizing Transformers get a trainer for recipes. The package trains them on documents.
+    """
 
     def make(config: Any) -> DRTForCausalLM:
         model = DRTForCausalLM(config)
@@ -181,7 +205,10 @@ def made_with(retriever: Bm25) -> Iterator[None]:
             model.set_retriever(retriever)
         return model
 
-    with patch.object(drt, "DRT", replace(drt.DRT, model=cast("Any", make))):
+    with (
+        patch.object(drt, "DRT", replace(drt.DRT, model=cast("Any", make))),
+        patch.object(memorizing, "MEMORIZING", replace(memorizing.MEMORIZING, needle_trainer=MemorizingTrainer)),
+    ):
         yield
 
 
@@ -192,8 +219,11 @@ class Measured:
         self._name, self._seed, self._output = name, str(seed), output
         with quiet_transformers():
             self.model, self.tokenizer = load_folder(folder)
-        self.has_memory = getattr(self.model.config, "attention", "landmark") == "landmark"
-        """Whether it reads into a memory; else all is in its cache."""
+        self._remembers = isinstance(self.model, MemorizingForCausalLM)
+        if self._remembers:
+            self.model.config.memory_size = 2 * max(LENGTHS)  # all of the longest text
+        self.has_memory = not self._remembers and getattr(self.model.config, "attention", "landmark") == "landmark"
+        """Whether it reads into a memory on disk; else all is in its cache."""
         kept = ("parameters", "steps", "tokens", "seconds")
         self.row: dict[str, Any] = {
             **{name: report[name] for name in kept},
@@ -237,7 +267,8 @@ class Measured:
             with tempfile.TemporaryDirectory() as folder:
                 return after_memory(self.model, text, SCORED, f"{folder}/text.mem")
         config = self.model.config
-        reach = config.window * config.num_hidden_layers if config.attention == "window" else len(text)
+        windowed = not self._remembers and config.attention == "window"
+        reach = config.window * config.num_hidden_layers if windowed else len(text)
         return after_cache(self.model, self.model.new_cache(1), text, SCORED, reach)
 
     def _answers(self, plan: TaskPlan, filler: Filler) -> list[int] | None:
