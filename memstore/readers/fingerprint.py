@@ -38,14 +38,16 @@ Weights = Sequence[tuple[str, Tensor]]
 
 
 def fingerprint_of(
-    model: Any, tokenizer: Any, *, architecture: str, positions: str, layout: str, block_size: int
+    model: Any, tokenizer: Any, *, architecture: str, positions: str, layout: str, block_size: int, shaping: str = ""
 ) -> Fingerprint:
     """Return the fingerprint of the states that ``model`` stores, in the dtype of its weights.
 
-    The reader chooses the words of ``architecture``, ``positions`` and ``layout``; ``tokenizer`` may be None.
+    The reader chooses the words of ``architecture``, ``positions`` and ``layout``; ``tokenizer`` may be None. States
+    depend on the options ``shaping`` of the configuration, but shapes of weights do not show them.
     """
+    made = ",".join(f"{name}={getattr(model.config, name)}" for name in shaping.split())
     return Fingerprint(
-        architecture=architecture,
+        architecture=f"{architecture} {made}" if made else architecture,
         weights=digest_of_weights(model),
         tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
         positions=positions,

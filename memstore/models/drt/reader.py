@@ -252,13 +252,11 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none
     config = model.config
     if config.retrieval == "none":
         raise InvalidArgument("this model has retrieval='none', so it would never retrieve from a memory")
-    # A block's states depend on these beside the weights. None of them shows in the shapes of the weights.
-    shaping = ("num_attention_heads", "num_key_value_heads", "window", "rms_norm_eps", "normalise_scores", "retrieval")
-    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     fingerprint = fingerprint_of(
         model,
         tokenizer,
-        architecture=f"{config.model_type}/{config.lower_layers}+{config.upper_layers}x{config.hidden_size} {made}",
+        shaping="num_attention_heads num_key_value_heads window rms_norm_eps normalise_scores retrieval",
+        architecture=f"{config.model_type}/{config.lower_layers}+{config.upper_layers}x{config.hidden_size}",
         positions=f"{config.positions} {config.rope_theta:g}",
         layout="c, landmark last",
         block_size=config.tokens_per_block,

@@ -39,17 +39,13 @@ def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "non
     """Return a spec for ``model``: a layer for each key-value head of each HiLS layer (``retrieval.py``)."""
     config = model.config
     groups, dim, layers = config.num_key_value_heads, config.head_dim, len(config.hils_layers)
-    # The states also depend on these options, which do not show in the shapes of the weights.
-    shaping = (
-        "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hils_norm_eps", "hils_layers", "sliding_window",
-        "hils_sliding_window", "norm_after", "layerwise_qk_norm", "layerwise_lmkq_norm", "enable_softmax1",
-    )  # fmt: skip
-    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     turning = [int((config.rotary(hils=hils).frequencies() > 0).sum()) for hils in (False, True)]
     fingerprint = fingerprint_of(
         model,
         tokenizer,
-        architecture=f"hils {config.num_hidden_layers}x{config.hidden_size} {made}",
+        shaping="num_attention_heads num_key_value_heads rms_norm_eps hils_norm_eps hils_layers sliding_window "
+        "hils_sliding_window norm_after layerwise_qk_norm layerwise_lmkq_norm enable_softmax1",
+        architecture=f"hils {config.num_hidden_layers}x{config.hidden_size}",
         positions=f"rope {config.rope_theta:g}, {turning[0]} and {turning[1]} of {dim // 2} pairs",
         layout="rotated k, v of each key-value head; mean key and entropy of each query head",
         block_size=config.tokens_per_block,

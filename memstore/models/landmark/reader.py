@@ -58,13 +58,11 @@ def memory_spec(
             f"a model with attention={config.attention!r} has no landmarks, so it cannot use a memory"
         )
     groups, size, dim = config.num_key_value_heads, config.block_size, config.head_dim
-    # The states depend on these beside the weights. None of them shows in the shapes of the weights.
-    shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
-    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     fingerprint = fingerprint_of(
         model,
         tokenizer,
-        architecture=f"{config.architecture} {config.num_hidden_layers}x{config.hidden_size} {made}",
+        shaping="num_attention_heads num_key_value_heads norm_eps segment_blocks local_layers",
+        architecture=f"{config.architecture} {config.num_hidden_layers}x{config.hidden_size}",
         positions=f"rope {config.rope_theta:g}{' interleaved' if config.rope_interleaved else ''}",
         layout="k without positions, v, landmark last",
         block_size=config.tokens_per_block,

@@ -43,20 +43,11 @@ def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size:
     config = model.config
     if config.memory_layer is None:
         raise InvalidArgument("this model has no memory layer (memory_layer is None), so it cannot use a memory")
-    # The states depend on these beside the weights. None of them shows in the shapes of the weights.
-    shaping = (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "memory_layer",
-        "retrieval_top_k",
-        "joint",
-        "layer_norm_eps",
-    )
-    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     fingerprint = fingerprint_of(
         model,
         tokenizer,
-        architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {made}",
+        shaping="num_attention_heads num_key_value_heads memory_layer retrieval_top_k joint layer_norm_eps",
+        architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size}",
         positions=f"window {config.window}, farthest {config.farthest}",
         layout="k of length 1, v, of single tokens",
         block_size=block_size,
