@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("set", choices=("squad", "hotpotqa", *ONE_TEXT))
     parser.add_argument("--model", required=True)
     add_options(parser)
-    parser.add_argument("--quote", type=int, default=memstore.Retrieval().quote, help="see Retrieval.quote")
+    parser.add_argument(
+        "--quote", type=lambda text: int(text) if text.isdigit() else text, default="auto", help="see Retrieval.quote"
+    )
     parser.add_argument("--system", default=INSTRUCTION, help="the system prompt, of all ways")
     parser.add_argument("--ways", help="some of the ways, separated by commas")
     parser.add_argument("--out", type=Path, required=True)

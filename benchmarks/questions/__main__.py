@@ -80,8 +80,12 @@ Rerank = Annotated[
     int, typer.Option(min=0, help="Rank this many of the best blocks again, by the likelihood of the question.")
 ]
 Quote = Annotated[
-    int,
-    typer.Option(min=0, help="Put a paragraph from each of this many best blocks as text before the question."),
+    Any,
+    typer.Option(
+        parser=lambda text: int(text) if text.isdigit() else text,
+        metavar="N|auto",
+        help="Put a paragraph from each of this many best blocks as text before the question.",
+    ),
 ]
 Window = Annotated[
     int | None, typer.Option(min=64, help="Let each segment see this many tokens before it while the text is read.")
@@ -115,7 +119,7 @@ class _QuestionSetting:
     answers: Answers = None
     words: WordsFactor = 2.0
     rerank: Rerank = 0
-    quote: Quote = 1
+    quote: Quote = "auto"
     router: RouterFile = None
     window: Window = None
     baselines: Baselines = True
@@ -483,7 +487,7 @@ class _Ruler:
     tasks: Tasks = None
     lengths: Lengths = "4K"
     samples: Samples = 5
-    quote: Quote = 1
+    quote: Quote = "auto"
     router: RouterFile = None
     picture: Picture = None
     seed: Seed = 0

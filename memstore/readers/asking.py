@@ -501,12 +501,15 @@ def generate_answer(
             options["opening"] = len(opening)
         if reader.quoted_blocks:
             looked_up, exchange = question_in(reader.tokenizer, options["query"])
-            best, text = quotes(reader, options["query"], " ".join((looked_up, *exchange)), session=session)
-            longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
-            if best and not too_long(reader.model, len(longer.tokens), max_tokens):
-                quoted, prompt = best, longer
-                if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
-                    lacking = absent(looked_up, text)
+            about = " ".join((looked_up, *exchange))
+            for most in sorted({reader.quoted_blocks, 1}, reverse=True):
+                best, text = quotes(reader, options["query"], about, session=session, most=most)
+                longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
+                if best and not too_long(reader.model, len(longer.tokens), max_tokens):
+                    quoted, prompt = best, longer
+                    if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
+                        lacking = absent(looked_up, text)
+                    break
     options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)

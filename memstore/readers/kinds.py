@@ -126,11 +126,10 @@ class Retrieval:
         quote: ``share="model"``: how many of the best blocks are quoted. The paragraph of a block with most of the
             question's words also stands as text before the question. So the model reads the two together. This holds
             for ``ask`` (in a chat template), ``chat`` and ``serve``, if the text fits, but not for models with learned
-            positions. If the paragraph is shorter than the block, the next best follow. If it goes on for more than two
-            blocks before or after the block, it is cut one block from it. Where ``words`` count, another of the best
-            four blocks may come before a better one. Its paragraph must have all words of the question that the better
-            one's has, and more. Neither chats nor traces keep the quoted text. 0: none; more than 1 costs look-alikes
-            (docs/notes/questions.md).
+            positions. Where ``words`` count, another of the best blocks may come before a better one. Its paragraph
+            must have all words of the question that the better one's has, and more. ``"auto"``: the first block, and
+            at most three whose paragraphs have as many of the words; without ``words``, the first. 0: none. Neither
+            chats nor traces keep the quoted text.
         positions: Where retrieved blocks are placed. ``"stingy"``: in small consecutive slots before the window.
             ``"true"``: at their true places. ``"clamped"``: there, but never further away than the model was trained
             for.
@@ -151,13 +150,13 @@ class Retrieval:
     span: int = 32
     words: float = 2.0
     rerank: int = 0
-    quote: int = 1
+    quote: int | Literal["auto"] = "auto"
     positions: Positions = "stingy"
     order: Literal["score", "time"] = "score"
     on_error: Literal["raise", "miss"] = "raise"
 
     def __post_init__(self) -> None:
-        words = {"top_k": "all", "every": "segment"}
+        words = {"top_k": "all", "every": "segment", "quote": "auto"}
         for name, least in {"top_k": 1, "every": 1, "span": 1, "rerank": 0, "quote": 0}.items():
             value, word = getattr(self, name), words.get(name)
             if value is None or (value != word and (type(value) is not int or value < least)):

@@ -36,8 +36,8 @@ MAX_SOURCES = 8
 """Default number of sources of an answer."""
 SEPARATOR = "\n\n"
 """The text after each quoted passage."""
-CANDIDATES = 4
-"""So many of the best blocks are considered for one quote."""
+CANDIDATES, SEVERAL = 4, 4
+"""So many of the best blocks are considered for each quote, and so many quoted at most where a question decides."""
 REACH_BLOCKS = 2
 """A quoted paragraph may begin and end so many blocks before and after its block."""
 BLANK = re.compile(r"\n\s*\n|\f")
@@ -48,8 +48,6 @@ PAGE = 1 << 14
 """Most tokens of a first page. Its end is searched for within them."""
 SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])|[\n\f]+")
 """The end of a sentence, but not after "Dr." and the like."""
-
-
 UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 _ENGLISH = {"the", "who", "how", "why", "did", *(word for word in FUNCTION_WORDS if len(word) > 3)}
@@ -62,6 +60,8 @@ _REQUESTING = {"please", "tell", "explain", "describe"}
 
 Reader = Any
 """A ``memstore.readers.reader.Reader``, whose file imports this one."""
+Place = tuple[str, int]
+"""A document and a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,27 +101,27 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 
 
 def quotes(
-    reader: Reader, said: Sequence[str], about: str, *, session: str | None = None
-) -> tuple[list[tuple[str, int]], str]:
+    reader: Reader, said: Sequence[str], about: str, *, session: str | None = None, most: int | None = None
+) -> tuple[list[Place], str]:
     """Return as many of the best blocks for a question as ``reader`` quotes, and the text of their best paragraphs.
 
     ``said``: the turns so far, the question last. ``about``: the words of the question, and of the text that it refers
-    to.
+    to. ``most``: quote at most so many.
 
     Passages are in the order of ``Retrieval.order``: the best one nearest to the question, or by time. The ``session``,
     a document that is seen beside them, is not quoted. Nor are blocks that cannot be read, or documents whose name is
     in several memories.
     """
-    most, own = reader.quoted_blocks, None if session is None else stored([reader.memory], session)
-    candidates = max(most, CANDIDATES) if reader.retrieval.words else most
+    most, own = most or reader.quoted_blocks, None if session is None else stored([reader.memory], session)
+    asked = reader.retrieval.quote == "auto"
+    candidates = max(most, CANDIDATES * (1 + asked)) if reader.retrieval.words else most
     try:
         found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))
     except DamagedError:  # the answer may not need it; if it does, the answer raises
         return [], ""
     words = {*asked_words(about)}
     found = [match for match in found if match.document != session][:candidates]
-    named = {match.document for match in found}
-    holders = {name: document for name in named if (document := stored(reader.memories, name))}
+    holders = {name: each for name in {match.document for match in found} if (each := stored(reader.memories, name))}
 
     @cache
     def paragraphs(name: str, *blocks: int) -> list[tuple[list[int], str]]:
@@ -130,8 +130,9 @@ def quotes(
     best = [(match.document, match.block) for match in found if match.document in holders]
     if reader.retrieval.words:
         texts = {place: " ".join(text for _, text in paragraphs(*place)) for place in best}
-        best = _telling({place: words & {*words_of(text)} for place, text in texts.items()}, most)
-    made = list[tuple[list[tuple[str, int]], str]]()
+        told = {place: words & {*words_of(text)} for place, text in texts.items()}
+        best = _asked_for(told, texts, most, 3 if len(words) > 5 else 2) if asked else _telling(told, most)
+    made = list[tuple[list[Place], str]]()
     for name in dict.fromkeys(name for name, _ in best):
         for blocks, text in paragraphs(name, *(block for at, block in best if at == name)):
             made.append(([(name, block) for block in blocks], text))
@@ -144,14 +145,14 @@ def quotes(
     return quoted, "".join(text + SEPARATOR for _, text in made)
 
 
-def _telling(found: Mapping[tuple[str, int], set[str]], most: int) -> list[tuple[str, int]]:
+def _telling(found: Mapping[Place, set[str]], most: int) -> list[Place]:
     """Return ``most`` of the blocks ``found``, best first, by the question's words in their paragraphs.
 
     A block with all words of a better one, and more, comes before it. In lists and tables many blocks are alike, and
     the name that distinguishes them stands elsewhere in the paragraph. A better block without any of the words was
     found by its meaning, and stays.
     """
-    left, chosen = [*found], list[tuple[str, int]]()
+    left, chosen = [*found], list[Place]()
     while left and len(chosen) < most:
         best = left[0]
         for place in left:
@@ -159,6 +160,19 @@ def _telling(found: Mapping[tuple[str, int], set[str]], most: int) -> list[tuple
                 best = place
         chosen.append(best)
         left.remove(best)
+    return chosen
+
+
+def _asked_for(told: Mapping[Place, set[str]], texts: Mapping[Place, str], most: int, least: int) -> list[Place]:
+    """Return the block that ``_telling`` puts first, and up to ``most`` in all whose text has as many of the words.
+
+    Of several things that a question asks for, each has as many. With fewer than ``least`` the first comes alone.
+    """
+    chosen = _telling(told, 1)
+    count = max((len(told[place]) for place in chosen), default=0)
+    for place, text in texts.items() if count >= least else ():
+        if len(chosen) < most and len(told[place]) >= count and text not in [texts[each] for each in chosen]:
+            chosen.append(place)
     return chosen
 
 
@@ -254,7 +268,7 @@ def _weights(words: set[str], texts: Iterable[Sequence[str]]) -> dict[str, float
     return {word: math.log(1 + counts.total() / counts[word]) for word in words & counts.keys()}
 
 
-def quoted_in(trace: Trace) -> list[tuple[str, int]]:
+def quoted_in(trace: Trace) -> list[Place]:
     """Return the blocks that were quoted before the answer of a trace."""
     told = trace.info.get("quoted")
     pairs = told if isinstance(told, list) else []
@@ -264,10 +278,10 @@ def quoted_in(trace: Trace) -> list[tuple[str, int]]:
 def written_with(
     reader: Reader,
     used: Sequence[tuple[str, int, float]],
-    scores: Mapping[tuple[str, int], float],
+    scores: Mapping[Place, float],
     words: str,
     *,
-    quoted: Sequence[tuple[str, int]] = (),
+    quoted: Sequence[Place] = (),
     most: int = MAX_SOURCES,
 ) -> list[Passage]:
     """Return the passages of an answer: ``quoted`` blocks, then those ``used``, as (document, block, attention)."""
@@ -281,7 +295,7 @@ def written_with(
     ]
 
 
-def unsupported(reader: Reader, places: Iterable[tuple[str, int]], question: str, answer: str) -> list[str]:
+def unsupported(reader: Reader, places: Iterable[Place], question: str, answer: str) -> list[str]:
     """Return words of ``answer`` that are neither in ``question`` nor at ``places`` (document, block), in order.
 
     Two words are the same if they begin with the same ``STEM`` letters. Words that every text has do not count.
@@ -438,11 +452,9 @@ def _squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-def _places(
-    tokenizer: Any, places: Sequence[tuple[Document, int]]
-) -> dict[tuple[str, int], tuple[int | None, int | None]]:
+def _places(tokenizer: Any, places: Sequence[tuple[Document, int]]) -> dict[Place, tuple[int | None, int | None]]:
     """Return the line and page where each block begins. Both are None after dropped blocks; pages if none ends."""
-    found: dict[tuple[str, int], tuple[int | None, int | None]] = {}
+    found: dict[Place, tuple[int | None, int | None]] = {}
     for name, group in groupby(sorted(places, key=lambda each: (each[0].name, each[1])), lambda each: each[0].name):
         there = list(group)
         document, start, lines, pages = there[0][0], 0, 1, 1

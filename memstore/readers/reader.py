@@ -44,6 +44,7 @@ from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
 from memstore.readers.kinds import Retrieval, kind_of
 from memstore.readers.observer import Recording
+from memstore.readers.passages import SEVERAL
 
 
 def attach(
@@ -238,8 +239,9 @@ class Reader(Attachment):
 
     @property
     def quoted_blocks(self) -> int:
-        """How many blocks are quoted as text before the question of ``ask`` and ``chat``; see ``Retrieval.quote``."""
-        return self.retrieval.quote if self.takes_questions else 0
+        """Most blocks that are quoted as text before the question of ``ask`` and ``chat``; see ``Retrieval.quote``."""
+        most = self.retrieval.quote if self.takes_questions else 0
+        return most if most != "auto" else SEVERAL if self.retrieval.words else 1
 
     def _query(self, text: str | Sequence[str] | Tokens) -> Query:
         """Return a text that chooses blocks, as tokens."""
@@ -301,7 +303,7 @@ class Reader(Attachment):
     ) -> Answer:
         """Ask the model, and return its answer with the blocks that it was written with.
 
-        The question is put into the chat template of the tokenizer, after the paragraph that fits it best
+        The question is put into the chat template of the tokenizer, after the paragraphs that fit it best
         (``Retrieval.quote``). The answer ends when the model ends it, or when it goes round in circles: the same 4 to
         32 tokens six times. A model without a template continues the question's words, as it does with ``raw``. Nothing
         is stored.

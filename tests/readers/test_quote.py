@@ -16,7 +16,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
 from memstore.readers.asking import Answer
-from memstore.readers.passages import _fitting, _paragraphs, _telling, absent, quoted_in
+from memstore.readers.passages import _asked_for, _fitting, _paragraphs, _telling, absent, quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying
@@ -29,7 +29,7 @@ TEXT = "\n".join(f"Line {i} of the log tells of nothing new." for i in range(30)
 QUESTION = "What is new in line 7?"
 
 
-def attached(place: Any, quote: int, **options: Any) -> Reader:
+def attached(place: Any, quote: int | Literal["auto"], **options: Any) -> Reader:
     retrieval = memstore.Retrieval(quote=quote, **options)
     return memstore.attach(instruct_model(), place, tokenizer=instruct_tokenizer(), retrieval=retrieval, **SIZES)
 
@@ -350,7 +350,57 @@ def test_a_paragraph_comes_before_a_better_one_if_it_has_all_its_words_and_more(
         assert [number for _, number in _telling(named, most)] == best
 
 
-@pytest.mark.parametrize(("limit", "options"), [(2048, {"raw": True}), (100, {})])
+@pytest.mark.parametrize(
+    ("question", "named"),
+    [
+        ("What is the hill of Gabon?", ["Gabon"]),
+        ("What is the hill of Ghana, and the coast of Gambia?", ["Ghana", "Gambia"]),
+        ("Which hill and which coast have Ghana, Guinea and Gambia?", ["Ghana", "Guinea", "Gambia"]),
+        ("Which countries have a steep hill and a flat coast?", [*COUNTRIES]),
+    ],
+)
+def test_as_many_paragraphs_are_quoted_as_the_question_asks_for(question: str, named: list[str]) -> None:
+    with attached("ram:", "auto", top_k="all", order="time") as reader:
+        reader.read(TABLE, document="table")
+        prompt = asked(reader, question)[1]
+        assert re.findall("|".join(COUNTRIES), prompt.split(question)[0]) == named
+
+
+def test_a_question_decides_how_many_are_quoted_only_where_words_count() -> None:
+    with attached("ram:", "auto", words=0) as reader:
+        reader.read(TABLE, document="table")
+        assert len(asked(reader, "Which countries have a steep hill and a flat coast?")[0].quoted) == 1
+
+
+def test_texts_with_as_many_words_as_the_most_telling_one_come_behind_it() -> None:
+    one, two, same, other, more = {"a"}, {"a", "b"}, {"b", "c"}, {"c", "d"}, {"a", "b", "c"}
+    for told, most, least, best in (
+        ([two, one, same, other], 4, 2, [0, 2, 3]),
+        ([two, one, same, other], 2, 2, [0, 2]),
+        ([two, more, same], 4, 2, [1]),
+        ([one, one, more], 4, 2, [2]),
+        ([{"d"}, one, two], 4, 2, [0]),  # too few of the words, and none of the others
+        ([two, same], 4, 3, [0]),
+        ([set(), two, two], 4, 2, [0]),  # found by its meaning
+        ([two, two, two], 4, 2, [0, 2]),  # the second is part of the same paragraph
+        ([], 4, 2, []),
+    ):
+        places = {("table", number): words for number, words in enumerate(told)}
+        texts = {("table", number): f"text {0 if number == 1 else number}" for number in range(len(told))}
+        assert [number for _, number in _asked_for(places, texts, most, least)] == best
+
+
+def test_where_several_paragraphs_do_not_fit_the_best_one_is_quoted() -> None:
+    question = "Which countries have a steep hill and a flat coast?"
+    with attached("ram:", "auto") as reader:
+        reader.read(TABLE, document="table")
+        several, prompt = asked(reader, question)
+        assert len(several.quoted) > 1
+        reader.model.config.max_position_embeddings = len(prompt) - 40  # controls are tokens
+        assert asked(reader, question)[0].quoted == several.quoted[:1]
+
+
+@pytest.mark.parametrize(("limit", "options"), [(2048, {"raw": True}), (50, {})])
 def test_nothing_is_quoted_without_a_template_or_where_it_does_not_fit(limit: int, options: dict[str, Any]) -> None:
     with attached("ram:", 5) as reader:
         reader.read(TEXT, document="log")
