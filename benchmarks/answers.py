@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     add_options(parser)
     parser.add_argument(
-        "--quote", type=lambda text: int(text) if text.isdigit() else text, default="auto", help="see Retrieval.quote"
+        "--quote", type=lambda text: int(text) if text.isdigit() else text, default=1, help="see Retrieval.quote"
     )
     parser.add_argument("--system", default=INSTRUCTION, help="the system prompt, of all ways")
     parser.add_argument("--ways", help="some of the ways, separated by commas")

@@ -84,7 +84,7 @@ Quote = Annotated[
     typer.Option(
         parser=lambda text: int(text) if text.isdigit() else text,
         metavar="N|auto",
-        help="Put a paragraph from each of this many best blocks as text before the question.",
+        help="Put a paragraph from each of this many best blocks before the question; auto: as ask does.",
     ),
 ]
 Window = Annotated[
@@ -119,7 +119,7 @@ class _QuestionSetting:
     answers: Answers = None
     words: WordsFactor = 2.0
     rerank: Rerank = 0
-    quote: Quote = "auto"
+    quote: Quote = 1
     router: RouterFile = None
     window: Window = None
     baselines: Baselines = True
@@ -487,7 +487,7 @@ class _Ruler:
     tasks: Tasks = None
     lengths: Lengths = "4K"
     samples: Samples = 5
-    quote: Quote = "auto"
+    quote: Quote = 1
     router: RouterFile = None
     picture: Picture = None
     seed: Seed = 0
