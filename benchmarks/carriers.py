@@ -3,13 +3,14 @@
     python -m benchmarks.carriers squad --model qwen.gguf --pools 0,1 --questions 100 --out rows.jsonl
     python -m benchmarks.carriers hotpotqa --model qwen.gguf --pools 0,1,2 --out rows.jsonl
     python -m benchmarks.carriers lookalikes --model qwen.gguf --pools 1,2,3,4,5,6,7,8 --out rows.jsonl
+    python -m benchmarks.carriers babi --model qwen.gguf --pools 1,2,3 --out rows.jsonl
     python -m benchmarks.carriers --table rows.jsonl
 
 A list of blocks is chosen by the memory, by BM25 and MiniLM fused, or by who wrote the questions (the blocks of the
 right paragraphs; these and seven more that both searches find). Then the model gets the list in four ways: as text
 in the prompt; as stored states; as states and the list's best paragraph quoted; this paragraph alone, as text. A pool
-of look-alikes is a text that is made anew. Times compare carriers roughly: those with states search twice, for the list
-and in ``ask``.
+of look-alikes is a text that is made anew; one of bAbI has the questions that need so many facts. Times compare
+carriers roughly: those with states search twice, for the list and in ``ask``.
 
 ``--out`` gets a line for each answer. A run that is begun again goes on after them. The table has means, processor
 seconds and tokens of the prompt, and how much *has* differs from the same list as text: 95% of 10,000 resamples of the
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -36,7 +37,7 @@ from torch import Tensor
 
 import memstore
 from benchmarks.answers import MEASURES, Asking, add_options, pools
-from benchmarks.questions import lookalikes
+from benchmarks.questions import babi, lookalikes
 from benchmarks.questions.answers import MOST, exact, f1, has
 from benchmarks.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
 from memstore.readers.asking import INSTRUCTION
@@ -48,6 +49,11 @@ MEMORY, FUSED, RIGHT, AMONG = "the memory", "BM25 and MiniLM", "right paragraphs
 SOURCES = MEMORY, FUSED, RIGHT, AMONG
 TEXT, STATES, BOTH, QUOTE = "text", "states", "states and a quote", "the quote alone"
 CARRIERS = TEXT, STATES, BOTH, QUOTE
+MADE: dict[str, Callable[[int], QuestionSet]] = {
+    "lookalikes": lambda seed: lookalikes.load(seed=seed),
+    "babi": lambda facts: babi.load(babi.FACTS[facts - 1]),
+}
+"""Texts that are made, by the number of a pool."""
 OTHERS = 7
 RESAMPLES = 10_000
 
@@ -55,7 +61,7 @@ RESAMPLES = 10_000
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", nargs="?", choices=("squad", "hotpotqa", "lookalikes"))
+    parser.add_argument("set", nargs="?", choices=("squad", "hotpotqa", *MADE))
     parser.add_argument("--model")
     add_options(parser)
     parser.add_argument("--out", type=Path)
@@ -74,8 +80,8 @@ def main() -> None:
     with options.out.open("a") as out:
         for number in map(int, options.pools.split(",")):
             asked = (
-                lookalikes.load(seed=number)
-                if options.set == "lookalikes"
+                MADE[options.set](number)
+                if options.set in MADE
                 else next(islice(pools(options.set, options.tokens, tokenizer), number, None))
             )
             pool = Pool.of(asked.paragraphs, tokenizer)

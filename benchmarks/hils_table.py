@@ -14,7 +14,8 @@ begins, as it needs; those of the others end anywhere.) Then, by length of what 
   four named numbers, and both links of a chain beside another chain (variable tracking).
 
 HiLS, landmark attention and the DRT have read all before the question into a memory on disk. Full attention and the
-window have it in their cache, and the Memorizing Transformer in its cache's memory. Beyond a length at which it answered nothing a model is not asked.
+window have it in their cache, and the Memorizing Transformer in its cache's memory. Beyond a length at which it
+answered nothing a model is not asked.
 
 It goes on where it was interrupted: trainings from checkpoints, measurements from what the file has.
 """
