@@ -502,8 +502,8 @@ def generate_answer(
         if reader.quoted_blocks:
             looked_up, exchange = question_in(reader.tokenizer, options["query"])
             about = " ".join((looked_up, *exchange))
-            for most in sorted({reader.quoted_blocks, 1}, reverse=True):
-                best, text = quotes(reader, options["query"], about, session=session, most=most)
+            for alone in (False, True):
+                best, text = quotes(reader, options["query"], about, session=session, alone=alone)
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):
                     quoted, prompt = best, longer

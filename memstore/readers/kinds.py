@@ -127,9 +127,9 @@ class Retrieval:
             question's words also stands as text before the question. So the model reads the two together. This holds
             for ``ask`` (in a chat template), ``chat`` and ``serve``, if the text fits, but not for models with learned
             positions. Where ``words`` count, another of the best blocks may come before a better one. Its paragraph
-            must have all words of the question that the better one's has, and more. ``"auto"``: the first block, and
-            at most three whose paragraphs have as many of the words; without ``words``, the first. 0: none. Neither
-            chats nor traces keep the quoted text.
+            must have all words of the question that the better one's has, and more. ``"auto"``: one; if the question
+            asks in English for several things ("and", "are", "all"), also at most three whose paragraphs have as many
+            of its words. 0: none. Neither chats nor traces keep the quoted text.
         positions: Where retrieved blocks are placed. ``"stingy"``: in small consecutive slots before the window.
             ``"true"``: at their true places. ``"clamped"``: there, but never further away than the model was trained
             for.

@@ -36,8 +36,8 @@ MAX_SOURCES = 8
 """Default number of sources of an answer."""
 SEPARATOR = "\n\n"
 """The text after each quoted passage."""
-CANDIDATES, SEVERAL = 4, 4
-"""So many of the best blocks are considered for each quote, and so many quoted at most where a question decides."""
+CANDIDATES = 4
+"""So many of the best blocks are considered for one quote. For several twice as many are, and so many quoted."""
 REACH_BLOCKS = 2
 """A quoted paragraph may begin and end so many blocks before and after its block."""
 BLANK = re.compile(r"\n\s*\n|\f")
@@ -52,6 +52,8 @@ UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u34
 """Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 _ENGLISH = {"the", "who", "how", "why", "did", *(word for word in FUNCTION_WORDS if len(word) > 3)}
 """Words that tell an English question from others. "Is", "in" and "was" are words of other languages too."""
+_SEVERAL = {"and", "are", "were", "all", "both", "each", "every", "list"}
+"""English words of questions that ask for several things."""
 _CONTRACTED = re.compile("\\b\\w+n['\u2019]t\\b|['\u2019](?:re|ve|ll|d|m|s)\\b")
 """Parts of English words that would count as words of their own."""
 _REQUESTING = {"please", "tell", "explain", "describe"}
@@ -101,20 +103,20 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 
 
 def quotes(
-    reader: Reader, said: Sequence[str], about: str, *, session: str | None = None, most: int | None = None
+    reader: Reader, said: Sequence[str], about: str, *, session: str | None = None, alone: bool = False
 ) -> tuple[list[Place], str]:
     """Return as many of the best blocks for a question as ``reader`` quotes, and the text of their best paragraphs.
 
     ``said``: the turns so far, the question last. ``about``: the words of the question, and of the text that it refers
-    to. ``most``: quote at most so many.
+    to. ``alone``: quote the best block alone.
 
     Passages are in the order of ``Retrieval.order``: the best one nearest to the question, or by time. The ``session``,
     a document that is seen beside them, is not quoted. Nor are blocks that cannot be read, or documents whose name is
     in several memories.
     """
-    most, own = most or reader.quoted_blocks, None if session is None else stored([reader.memory], session)
-    asked = reader.retrieval.quote == "auto"
-    candidates = max(most, CANDIDATES * (1 + asked)) if reader.retrieval.words else most
+    most, own = 1 if alone else reader.quoted_blocks, None if session is None else stored([reader.memory], session)
+    several = not alone and reader.retrieval.quote == "auto" and not _SEVERAL.isdisjoint(words_of(about))
+    candidates = max(most, 2 * CANDIDATES if several else CANDIDATES) if reader.retrieval.words else most
     try:
         found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))
     except DamagedError:  # the answer may not need it; if it does, the answer raises
@@ -131,7 +133,7 @@ def quotes(
     if reader.retrieval.words:
         texts = {place: " ".join(text for _, text in paragraphs(*place)) for place in best}
         told = {place: words & {*words_of(text)} for place, text in texts.items()}
-        best = _asked_for(told, texts, most, 3 if len(words) > 5 else 2) if asked else _telling(told, most)
+        best = _asked_for(told, texts) if several else _telling(told, most)
     made = list[tuple[list[Place], str]]()
     for name in dict.fromkeys(name for name, _ in best):
         for blocks, text in paragraphs(name, *(block for at, block in best if at == name)):
@@ -163,17 +165,17 @@ def _telling(found: Mapping[Place, set[str]], most: int) -> list[Place]:
     return chosen
 
 
-def _asked_for(told: Mapping[Place, set[str]], texts: Mapping[Place, str], most: int, least: int) -> list[Place]:
-    """Return the block that ``_telling`` puts first, and up to ``most`` in all whose text has as many of the words.
+def _asked_for(told: Mapping[Place, set[str]], texts: Mapping[Place, str]) -> list[Place]:
+    """Return the block that ``_telling`` puts first, and the next best whose text has as many of the words.
 
-    Of several things that a question asks for, each has as many. With fewer than ``least`` the first comes alone.
+    Of several things that a question asks for, each has as many. Any text has one of the words.
     """
     chosen = _telling(told, 1)
-    count = max((len(told[place]) for place in chosen), default=0)
-    for place, text in texts.items() if count >= least else ():
-        if len(chosen) < most and len(told[place]) >= count and text not in [texts[each] for each in chosen]:
+    least = max((len(told[place]) for place in chosen), default=0)
+    for place, text in texts.items() if least > 1 else ():
+        if len(told[place]) >= least and text not in [texts[each] for each in chosen]:
             chosen.append(place)
-    return chosen
+    return chosen[:CANDIDATES]
 
 
 def _quotes(

@@ -44,7 +44,6 @@ from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
 from memstore.readers.kinds import Retrieval, kind_of
 from memstore.readers.observer import Recording
-from memstore.readers.passages import SEVERAL
 
 
 def attach(
@@ -239,9 +238,9 @@ class Reader(Attachment):
 
     @property
     def quoted_blocks(self) -> int:
-        """Most blocks that are quoted as text before the question of ``ask`` and ``chat``; see ``Retrieval.quote``."""
-        most = self.retrieval.quote if self.takes_questions else 0
-        return most if most != "auto" else SEVERAL if self.retrieval.words else 1
+        """How many blocks are quoted as text before the question of ``ask`` and ``chat``; see ``Retrieval.quote``."""
+        wanted = self.retrieval.quote if self.takes_questions else 0
+        return 1 if wanted == "auto" else wanted
 
     def _query(self, text: str | Sequence[str] | Tokens) -> Query:
         """Return a text that chooses blocks, as tokens."""
