@@ -82,7 +82,7 @@ Rerank = Annotated[
 Quote = Annotated[
     Any,
     typer.Option(
-        parser=lambda text: int(text) if text.isdigit() else text,
+        parser=lambda given: int(given) if str(given).isdigit() else given,  # the default is one too
         metavar="N|auto",
         help="Put a paragraph from each of this many best blocks before the question; auto: as ask does.",
     ),
