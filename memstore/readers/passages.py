@@ -52,8 +52,8 @@ UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u34
 """Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 _ENGLISH = {"the", "who", "how", "why", "did", *(word for word in FUNCTION_WORDS if len(word) > 3)}
 """Words that tell an English question from others. "Is", "in" and "was" are words of other languages too."""
-_SEVERAL = {"and", "are", "were", "all", "both", "each", "every", "list"}
-"""English words of questions that ask for several things."""
+_SEVERAL = re.compile(r"\b(and|all|both|each|every|list|which \w+s|(what|who) (are|were) (the|my|our|your|their))\b")
+"""Words of an English question that asks for several things."""
 _CONTRACTED = re.compile("\\b\\w+n['\u2019]t\\b|['\u2019](?:re|ve|ll|d|m|s)\\b")
 """Parts of English words that would count as words of their own."""
 _REQUESTING = {"please", "tell", "explain", "describe"}
@@ -115,7 +115,7 @@ def quotes(
     in several memories.
     """
     most, own = 1 if alone else reader.quoted_blocks, None if session is None else stored([reader.memory], session)
-    several = not alone and reader.retrieval.quote == "auto" and not _SEVERAL.isdisjoint(words_of(about))
+    several = not alone and reader.retrieval.quote == "auto" and _SEVERAL.search(about.lower()) is not None
     candidates = max(most, 2 * CANDIDATES if several else CANDIDATES) if reader.retrieval.words else most
     try:
         found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))

@@ -370,7 +370,10 @@ def test_as_many_paragraphs_are_quoted_as_the_question_asks_for(question: str, n
     ("words", "question", "many"),
     [
         (2, "Which countries have a steep hill and a flat coast?", 4),
+        (2, "What are the countries with a steep hill?", 4),
         (2, "Which country has a steep hill?", 1),
+        (2, "What are hills like if they are steep?", 1),
+        (2, "In what countries is a hill steep?", 1),
         (2, "Welche Orte haben hill steep?", 1),  # only English words tell it
         (0, "Which countries have a steep hill and a flat coast?", 1),
     ],
