@@ -77,6 +77,7 @@ bench: $(READY) ## Measure what needs no model or text of your own, some minutes
 
 papers: $(READY) ## Print the tables of the papers from their rows; each module says how to make them anew
 	for name in hils_table two_hops position_jumps staleness offloading; do $(BIN)/python -m benchmarks.$$name --print; done
+	$(BIN)/python -m benchmarks.hils_table --print --output benchmarks/results/hils-table-long.json
 
 faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (an hour and a quarter)
 	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json $(FAULTS_FLAGS)
