@@ -37,7 +37,7 @@ import torch
 from transformers import DynamicCache
 
 import memstore
-from benchmarks.questions import factbook, hotpotqa, lookalikes, squad
+from benchmarks.questions import factbook, hotpotqa, lookalikes, number_or_word, squad
 from benchmarks.questions.answers import MOST, exact, f1, has
 from benchmarks.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
 from benchmarks.questions.wheel import load_json
@@ -68,9 +68,7 @@ def main() -> None:
     parser.add_argument("set", choices=("squad", "hotpotqa", *ONE_TEXT))
     parser.add_argument("--model", required=True)
     add_options(parser)
-    parser.add_argument(
-        "--quote", type=lambda text: int(text) if text.isdigit() else text, default=1, help="see Retrieval.quote"
-    )
+    parser.add_argument("--quote", type=number_or_word, default=1, help="see Retrieval.quote")
     parser.add_argument("--system", default=INSTRUCTION, help="the system prompt, of all ways")
     parser.add_argument("--ways", help="some of the ways, separated by commas")
     parser.add_argument("--out", type=Path, required=True)

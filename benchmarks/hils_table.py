@@ -83,6 +83,7 @@ BLOCK = 31
 BLOCKS: dict[str, Any] = {"local_layers": [0, 1, 2], "window": 64}
 DRT: dict[str, Any] = {"intermediate_size": 146, "landmark_uses_own": True}
 KNN: dict[str, Any] = {"window": 64, "block_size": BLOCK + 1, "intermediate_size": 236, "tie_word_embeddings": False}
+"""It has no blocks; those of its rows are as long as the others'."""
 NOTHING: dict[str, Any] = {}
 WARM = {"warm_until": 1.0}
 """Landmarks count from there on: before the tasks after the first keep the loss up."""

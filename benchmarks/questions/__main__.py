@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.questions import number_or_word
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.readers.kinds import FITTED, encode, require_transformers
 from memstore.report import Page, Report, listed
@@ -82,7 +83,7 @@ Rerank = Annotated[
 Quote = Annotated[
     Any,
     typer.Option(
-        parser=lambda given: int(given) if str(given).isdigit() else given,  # the default is one too
+        parser=number_or_word,
         metavar="N|auto",
         help="Put a paragraph from each of this many best blocks before the question; auto: as ask does.",
     ),
