@@ -489,7 +489,6 @@ def generate_answer(
     max_tokens = options["max_new_tokens"]
     if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
         raise InvalidArgument(f"{reason}: ask a shorter question, or read long texts into the memory")
-    memory = reader.memory
     begun = time.perf_counter()
     own = options.get("eos_token_id")
     teller.ends += torch.as_tensor([] if own is None else own).flatten().tolist()
@@ -502,17 +501,18 @@ def generate_answer(
         if reader.quoted_blocks:
             looked_up, exchange = question_in(reader.tokenizer, options["query"])
             about = " ".join((looked_up, *exchange))
-            for alone in (False, True):
+            for alone in (False, True):  # the best one alone, if several are too long
                 best, text = quotes(reader, options["query"], about, session=session, alone=alone)
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
-                if best and not too_long(reader.model, len(longer.tokens), max_tokens):
-                    quoted, prompt = best, longer
-                    if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
-                        lacking = absent(looked_up, text)
+                if (fits := not too_long(reader.model, len(longer.tokens), max_tokens)) or len(best) < 2:
                     break
+            if best and fits:
+                quoted, prompt = best, longer
+                if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
+                    lacking = absent(looked_up, text)
     options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
-    traces = memory.traces if trace else Traces(None, memory.url)
+    traces = reader.memory.traces if trace else Traces(None, reader.memory.url)
     # A trace holds the numbers of quoted blocks, not their text: it would survive when the blocks are forgotten.
     info = {**(told or {}), **({"quoted": quoted} if quoted else {})}
     ids = torch.tensor([prompt.tokens], dtype=torch.int64, device=reader.model.device)

@@ -15,6 +15,8 @@ import torch
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
+from memstore.readers import asking
+from memstore.readers import passages as passages_of
 from memstore.readers.asking import Answer
 from memstore.readers.passages import _asked_for, _fitting, _paragraphs, _telling, absent, quoted_in
 from memstore.readers.reader import Reader
@@ -409,6 +411,21 @@ def test_where_several_paragraphs_do_not_fit_the_best_one_is_quoted() -> None:
         assert len(several.quoted) > 1
         reader.model.config.max_position_embeddings = len(prompt) - 40  # controls are tokens
         assert asked(reader, question)[0].quoted == several.quoted[:1]
+
+
+def test_a_single_paragraph_that_does_not_fit_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = list[bool]()
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        tries.append(options["alone"])
+        return passages_of.quotes(*arguments, **options)
+
+    monkeypatch.setattr(asking, "quotes", counted)
+    with attached("ram:", "auto") as reader:
+        reader.read(TEXT, document="log")
+        reader.model.config.max_position_embeddings = 50
+        assert asked(reader)[0].quoted == []
+        assert tries == [False]
 
 
 @pytest.mark.parametrize(("limit", "options"), [(2048, {"raw": True}), (50, {})])
