@@ -12,9 +12,9 @@ in the prompt; as stored states; as states and the list's best paragraph quoted;
 of look-alikes is a text that is made anew; one of bAbI has the questions that need so many facts. Times compare
 carriers roughly: those with states search twice, for the list and in ``ask``.
 
-``--out`` gets a line for each answer. A run that is begun again goes on after them. The table has means, processor
-seconds and tokens of the prompt, and how much *has* differs from the same list as text: 95% of 10,000 resamples of the
-questions.
+``--lists`` and ``--ways`` measure some of the sixteen. ``--out`` gets a line for each answer. A run that is begun again
+goes on after them. The table has means, processor seconds and tokens of the prompt, and how much *has* differs from the
+same list as text: 95% of 10,000 resamples of the questions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--model")
     add_options(parser)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--lists", nargs="+", choices=SOURCES, default=SOURCES, help="who chooses the blocks")
+    parser.add_argument("--ways", nargs="+", choices=CARRIERS, default=CARRIERS, help="how the model gets them")
     parser.add_argument("--table", type=Path, metavar="ROWS", help="print the table of such a file instead")
     options = parser.parse_args()
     if options.table:
@@ -76,7 +78,7 @@ def main() -> None:
     (model, tokenizer), bare = load_model(options.model, options.dtype), load_model(options.model, options.dtype).model
     options.memories.mkdir(exist_ok=True)
     embed = minilm()
-    done = {(row["set"], row["pool"], row["id"]) for row in lines(options.out)}
+    done = {tuple(row[part] for part in ("set", "pool", "id", "list", "as")) for row in lines(options.out)}
     with options.out.open("a") as out:
         for number in map(int, options.pools.split(",")):
             asked = (
@@ -94,10 +96,11 @@ def main() -> None:
             ) as reader:
                 reader.read(pool.tokens)
                 carriers = Carriers(bare, reader, asked, pool, embed, options.top_k)
-                for question in asked.of(options.half, options.questions):
-                    if (options.set, number, question.id) not in done:
-                        rows = [{"set": options.set, "pool": number, **row} for row in carriers.rows(question)]
-                        out.write("".join(json.dumps(row) + "\n" for row in rows))
+                asked_of = asked.of(options.half, options.questions)
+                for question, source, way in product(asked_of, options.lists, options.ways):
+                    if (options.set, number, question.id, source, way) not in done:
+                        row = {"set": options.set, "pool": number, **carriers.row(question, source, way)}
+                        out.write(json.dumps(row) + "\n")
                         out.flush()
     print(json.dumps(table(lines(options.out)), indent=1))
 
@@ -120,23 +123,21 @@ class Carriers:
         }
         self._asking = Asking(model, reader, asked, self._texts, [], top_k, INSTRUCTION)
 
-    def rows(self, question: Question) -> Iterator[dict[str, Any]]:
-        """What the model says to a question with each list in each way."""
-        for source in SOURCES:
-            for carrier in CARRIERS:
-                begun = time.process_time()
-                said, tokens = self._say(question, self._list(question, source), carrier)
-                yield {
-                    "id": question.id,
-                    "list": source,
-                    "as": carrier,
-                    "said": said,
-                    "em": exact(said, question.answers),
-                    "f1": round(f1(said, question.answers), 4),
-                    "has": has(said, question.answers),
-                    "cpu_ms": round(1e3 * (time.process_time() - begun)),
-                    "tokens": tokens,
-                }
+    def row(self, question: Question, source: str, carrier: str) -> dict[str, Any]:
+        """What the model says to a question with a list in one way."""
+        begun = time.process_time()
+        said, tokens = self._say(question, self._list(question, source), carrier)
+        return {
+            "id": question.id,
+            "list": source,
+            "as": carrier,
+            "said": said,
+            "em": exact(said, question.answers),
+            "f1": round(f1(said, question.answers), 4),
+            "has": has(said, question.answers),
+            "cpu_ms": round(1e3 * (time.process_time() - begun)),
+            "tokens": tokens,
+        }
 
     def _list(self, question: Question, source: str) -> list[int]:
         """Return the blocks of a list, the best first."""
@@ -200,25 +201,29 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row of means for each set, list and carrier, with the difference of *has* to the same list as text."""
     made = []
-    for name in dict.fromkeys(row["set"] for row in rows):
-        for source in SOURCES:
-            of = {
-                carrier: [row for row in rows if (row["set"], row["list"], row["as"]) == (name, source, carrier)]
-                for carrier in CARRIERS
-            }
-            for carrier, mine in of.items():
-                means = {measure: round(fmean(row[measure] for row in mine), 4) for measure in MEASURES}
-                made.append(
-                    {"set": name, "list": source, "as": carrier, "answered": len(mine), **means}
-                    | {part: round(median(row[part] for row in mine)) for part in ("cpu_ms", "tokens")}
-                    | {f"has_minus_{other}": interval(mine, of[other]) for other in (TEXT, QUOTE) if other != carrier}
-                )
+    for name, source in product(dict.fromkeys(row["set"] for row in rows), SOURCES):
+        of = {
+            carrier: [row for row in rows if (row["set"], row["list"], row["as"]) == (name, source, carrier)]
+            for carrier in CARRIERS
+        }
+        for carrier, mine in of.items():
+            if not mine:
+                continue
+            means = {measure: round(fmean(row[measure] for row in mine), 4) for measure in MEASURES}
+            others = [other for other in (TEXT, QUOTE) if other != carrier and of[other]]
+            made.append(
+                {"set": name, "list": source, "as": carrier, "answered": len(mine), **means}
+                | {part: round(median(row[part] for row in mine)) for part in ("cpu_ms", "tokens")}
+                | {f"has_minus_{other}": interval(mine, of[other]) for other in others}
+            )
     return made
 
 
 def interval(mine: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[float]:
     """Return the bounds of 95% of the resampled means of the differences of *has*, question by question."""
-    differences = np.array([one["has"] - other["has"] for one, other in zip(mine, others, strict=True)], float)
+    theirs = {(row["pool"], row["id"]): row["has"] for row in others}
+    both = [row for row in mine if (row["pool"], row["id"]) in theirs]
+    differences = np.array([row["has"] - theirs[row["pool"], row["id"]] for row in both], float)
     picked = np.random.default_rng(0).integers(len(differences), size=(RESAMPLES, len(differences)))
     return [round(float(each), 3) for each in np.quantile(differences[picked].mean(1), (0.025, 0.975))]
 

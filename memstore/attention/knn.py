@@ -151,15 +151,7 @@ class KNNAttention(WindowAttention):
     unchanged.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        *,
-        top_k: int = 32,
-        joint: bool = False,
-        **window: Any,
-    ) -> None:
+    def __init__(self, hidden: int, heads: int, *, top_k: int = 32, joint: bool = False, **window: Any) -> None:
         """Set up the layer; for ``window`` see ``WindowAttention``. Gates begin half open."""
         super().__init__(hidden, heads, **window)
         if top_k < 1:

@@ -194,13 +194,7 @@ def draw(plan: TaskPlan, length: int, tokenizer: Any, filler: Filler, tokens_per
 
 
 def _outcomes(
-    samples: list[Sample],
-    model: Any,
-    filler: Filler,
-    memory: Memory,
-    name: str,
-    reuse: bool,
-    advance: Advance,
+    samples: list[Sample], model: Any, filler: Filler, memory: Memory, name: str, reuse: bool, advance: Advance
 ) -> dict[int, Outcome]:
     """Return the outcome of each sample, by its ``id``."""
     outcomes: dict[int, Outcome] = {}

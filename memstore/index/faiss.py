@@ -203,11 +203,7 @@ class FaissIndex(ExactIndex):
 
 
 def _make_base(
-    factory: str,
-    keys: Sequence[tuple[Tensor, Tensor]],
-    ids: Tensor,
-    places: Tensor,
-    keys_per_block: int,
+    factory: str, keys: Sequence[tuple[Tensor, Tensor]], ids: Tensor, places: Tensor, keys_per_block: int
 ) -> _FaissBase:
     """Train and fill one structure for each head, on one thread: searches need the others."""
     library().omp_set_num_threads(1)

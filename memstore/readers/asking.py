@@ -73,6 +73,13 @@ _REFERRING = re.compile(
     r"|^\W*(and|but|or|so|also|then|(what|how) about)\b",
     re.IGNORECASE,
 )
+_UNKNOWN = re.compile(
+    r"^(\W|sorry|but|i.m)*\b(i|we) (do not|don.t) know\b|\bno (information|mention) (about|of|on|is|was)\b"
+    r"|\b(is|are|was|were) (not|nowhere) ((explicitly|specifically) )?(mentioned|stated|specified|given|provided)\b"
+    r"|\b(text|notes?|information|context|passages?|it) (do|does)( not|n.t) (say|mention|state|specify|provide)\b",
+    re.IGNORECASE,
+)
+"""An answer that says it does not know."""
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Placeholders for people's words while a template is cut: ordinary letters, which no template changes."""
 
@@ -131,9 +138,11 @@ class Answer:
     def found(self) -> bool | None:
         """Whether the memory has something on the question: its paragraphs have ``LEAST_COVERAGE`` of its words.
 
-        None where ``coverage`` is None. It tells questions about other subjects, not details that the text leaves out
-        (docs/measured.md).
+        False if the answer says in English that it does not know; else None where ``coverage`` is None. Words tell
+        questions about other subjects, not details that the text leaves out (docs/measured.md).
         """
+        if _UNKNOWN.search(self.text):
+            return False
         return None if self.coverage is None else self.coverage >= LEAST_COVERAGE
 
     def sources(self, most: int = MAX_SOURCES) -> list[Passage]:

@@ -128,8 +128,8 @@ class Retrieval:
             for ``ask`` (in a chat template), ``chat`` and ``serve``, if the text fits, but not for models with learned
             positions. Where ``words`` count, another of the best blocks may come before a better one. Its paragraph
             must have all words of the question that the better one's has, and more. ``"auto"``: one; if the question
-            asks in English for several things ("and", "all", "list"), also at most three whose paragraphs have as many
-            of its words. 0: none. Neither chats nor traces keep the quoted text.
+            has several parts (commas, "and", "or", "than"), also that with most words of each; if it asks for a list
+            ("all", "list"), up to four with as many of its words. 0: none. Neither chats nor traces keep quoted text.
         positions: Where retrieved blocks are placed. ``"stingy"``: in small consecutive slots before the window.
             ``"true"``: at their true places. ``"clamped"``: there, but never further away than the model was trained
             for.

@@ -52,8 +52,10 @@ UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u34
 """Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 _ENGLISH = {"the", "who", "how", "why", "did", *(word for word in FUNCTION_WORDS if len(word) > 3)}
 """Words that tell an English question from others. "Is", "in" and "was" are words of other languages too."""
-_SEVERAL = re.compile(r"\b(and|all|both|each|every|list|which \w+s|(what|who) (are|were) (the|my|our|your|their))\b")
-"""Words of an English question that asks for several things."""
+_LISTS = re.compile(r"\b(all|each|every|list|which \w+s|(what|who) (are|were) (the|my|our|your|their))\b")
+"""Words of an English question that asks for a list."""
+_BETWEEN = re.compile(r"[,;]?\s+(?:and|or|than)\s+|[,;]\s+", re.IGNORECASE)
+"""The text between things that an English question asks for."""
 _CONTRACTED = re.compile("\\b\\w+n['\u2019]t\\b|['\u2019](?:re|ve|ll|d|m|s)\\b")
 """Parts of English words that would count as words of their own."""
 _REQUESTING = {"please", "tell", "explain", "describe"}
@@ -115,8 +117,10 @@ def quotes(
     in several memories.
     """
     most, own = 1 if alone else reader.quoted_blocks, None if session is None else stored([reader.memory], session)
-    several = not alone and reader.retrieval.quote == "auto" and _SEVERAL.search(about.lower()) is not None
-    candidates = max(most, 2 * CANDIDATES if several else CANDIDATES) if reader.retrieval.words else most
+    auto = reader.retrieval.quote == "auto" and not alone
+    parts = _parts(about) if auto and about.strip() in said[-1] else []
+    lists = auto and _LISTS.search(about.lower()) is not None
+    candidates = max(most, 2 * CANDIDATES if parts or lists else CANDIDATES) if reader.retrieval.words else most
     try:
         found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))
     except DamagedError:  # the answer may not need it; if it does, the answer raises
@@ -133,7 +137,7 @@ def quotes(
     if reader.retrieval.words:
         texts = {place: " ".join(text for _, text in paragraphs(*place)) for place in best}
         told = {place: words & {*words_of(text)} for place, text in texts.items()}
-        best = _asked_for(told, texts) if several else _telling(told, most)
+        best = _asked_for(told, texts, parts, lists=lists) if parts or lists else _telling(told, most)
     made = list[tuple[list[Place], str]]()
     for name in dict.fromkeys(name for name, _ in best):
         for blocks, text in paragraphs(name, *(block for at, block in best if at == name)):
@@ -165,17 +169,30 @@ def _telling(found: Mapping[Place, set[str]], most: int) -> list[Place]:
     return chosen
 
 
-def _asked_for(told: Mapping[Place, set[str]], texts: Mapping[Place, str]) -> list[Place]:
-    """Return the block that ``_telling`` puts first, and the next best whose text has as many of the words.
+def _asked_for(
+    told: Mapping[Place, set[str]], texts: Mapping[Place, str], parts: Sequence[str], *, lists: bool
+) -> list[Place]:
+    """Return the block that ``_telling`` puts first, and that with most words of each part of a question.
 
-    Of several things that a question asks for, each has as many. Any text has one of the words.
+    If it asks for a list, then the next best whose text has as many of its words come too: of several things, each has
+    as many. Any text has one of the words.
     """
     chosen = _telling(told, 1)
     least = max((len(told[place]) for place in chosen), default=0)
-    for place, text in texts.items() if least > 1 else ():
-        if len(told[place]) >= least and text not in [texts[each] for each in chosen]:
-            chosen.append(place)
-    return chosen[:CANDIDATES]
+    for part in parts:
+        having = {place: len(told[place] & {*words_of(part)}) for place in told}
+        chosen += [place for place in told if having[place] == max(having.values()) > 0][:1]
+    chosen += [place for place in told if lists and len(told[place]) >= least > 1]
+    first = dict[str, Place]()
+    for place in chosen:
+        first.setdefault(texts[place], place)
+    return [*first.values()][: max(CANDIDATES, len(parts))]
+
+
+def _parts(question: str) -> list[str]:
+    """Return the parts of an English question that asks for two things or more, else none. A long text has too many."""
+    parts = [part for part in _BETWEEN.split(question) if {*words_of(part)} - FUNCTION_WORDS]
+    return parts if 1 < len(parts) <= 2 * CANDIDATES else []
 
 
 def _quotes(

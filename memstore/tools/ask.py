@@ -317,9 +317,10 @@ def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str
         page.line(f"\nto see the blocks of each token: memstore trace {quote(memory)} {data['trace']}")
 
 
-def nothing_found(absent: Sequence[str]) -> str:
-    """Return the line about a question that the memory probably has nothing on."""
-    return f"(the memory may have nothing on this: its nearest paragraph lacks {', '.join(absent[:WORDS])})"
+def nothing_found(absent: Sequence[str] | None) -> str:
+    """Return the line about a question that the memory probably has nothing on; ``absent`` are its words that lack."""
+    lacks = f": its nearest paragraph lacks {', '.join(absent[:WORDS])}" if absent else ""
+    return f"(the memory may have nothing on this{lacks})"
 
 
 def in_no_source(words: Sequence[str]) -> str:

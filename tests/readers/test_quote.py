@@ -18,7 +18,7 @@ from memstore.index.words import words_of
 from memstore.readers import asking
 from memstore.readers import passages as passages_of
 from memstore.readers.asking import Answer
-from memstore.readers.passages import _asked_for, _fitting, _paragraphs, _telling, absent, quoted_in
+from memstore.readers.passages import _asked_for, _fitting, _paragraphs, _parts, _telling, absent, quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying
@@ -232,6 +232,26 @@ def test_an_answer_says_which_words_of_the_question_were_not_found(
         assert answer.coverage == (None if coverage is None else pytest.approx(coverage))
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("The log tells of nothing new.", True),
+        ("I do not know", False),
+        ("I'm sorry, but I don\u2019t know.", False),
+        ("The price is not mentioned in the text.", False),
+        ("The context does not provide it.", False),
+        ("There is no information about that.", False),
+        ("He said: I do not know her.", True),
+        ("The shop does not provide bags.", True),
+    ],
+)
+def test_an_answer_that_says_it_does_not_know_found_nothing(said: str, found: bool) -> None:
+    with attached("ram:", 1) as reader:
+        reader.read(TEXT, document="log")
+        answer = reader.ask(QUESTION, max_tokens=80, logits_processor=saying(reader.tokenizer, said + "<|end|>"))
+        assert (answer.text, answer.found) == (said, found)
+
+
 @pytest.mark.parametrize("asked", ["Jos\u00e9 O'Neill", "Jose\u0301 O\u2019Neill", "JOSE O'NEILL"])
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_a_word_is_the_same_however_its_accents_are_written(asked: str, form: Literal["NFC", "NFD"]) -> None:
@@ -400,7 +420,53 @@ def test_texts_with_as_many_words_as_the_most_telling_one_come_behind_it() -> No
     ):
         places = {("table", number): words for number, words in enumerate(told)}
         texts = {("table", number): f"text {0 if number == 1 else number}" for number in range(len(told))}
-        assert [number for _, number in _asked_for(places, texts)] == best
+        assert [number for _, number in _asked_for(places, texts, [], lists=True)] == best
+
+
+@pytest.mark.parametrize(
+    ("question", "parts"),
+    [
+        ("Who wrote it?", []),
+        ("In 1995, who wrote it?", ["In 1995", "who wrote it?"]),
+        ("Who brings the cake, and when is it baked?", ["Who brings the cake", "when is it baked?"]),
+        ("Is an oak older than a yew or an elm?", ["Is an oak older", "a yew", "an elm?"]),
+        ("Is it this or that?", []),  # only function words
+        ("Is 3,000 more than 2,000?", ["Is 3,000 more", "2,000?"]),
+        (", ".join("bcdefghjk"), []),  # too many: a text
+    ],
+)
+def test_the_parts_of_a_question_stand_between_conjunctions_and_commas(question: str, parts: list[str]) -> None:
+    assert _parts(question) == parts
+
+
+def test_a_paragraph_for_each_part_of_a_question_is_quoted() -> None:
+    one, two, both, none = {"cake"}, {"ferry", "winter"}, {"cake", "ferry", "winter"}, set[str]()
+    parts = ["Who brings the cake", "does the ferry go in winter"]
+    for told, best in (
+        ([one, two, {"winter"}], [0, 1]),  # the second part has fewer words in the first block, and in the last
+        ([{"winter"}, none, two], [2]),
+        ([none, one, two], [0, 1, 2]),  # the first was found by its meaning
+        ([both, one, two], [0]),
+        ([none, none], [0]),
+    ):
+        places = {("table", number): words for number, words in enumerate(told)}
+        texts = {place: str(place) for place in places}
+        assert [number for _, number in _asked_for(places, texts, parts, lists=False)] == best
+
+
+def test_notes_that_share_no_word_are_quoted_for_a_question_in_two_parts() -> None:
+    notes = {
+        "cake": "Uncle Theo turns seventy; my sister brings the cake.",
+        "ferry": "In winter the last ferry leaves at five.",
+        "bees": "Two hives stand behind the barn.",
+    }
+    with attached("ram:", "auto", top_k="all") as reader:
+        for name, text in notes.items():
+            reader.read(text, document=name)
+        answer, prompt = asked(reader, "Who brings the cake, and when does the last ferry leave?")
+        assert {name for name, _ in answer.quoted} == {"cake", "ferry"}
+        assert notes["cake"] in prompt
+        assert notes["ferry"] in prompt
 
 
 def test_where_several_paragraphs_do_not_fit_the_best_one_is_quoted() -> None:

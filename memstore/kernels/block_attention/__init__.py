@@ -127,14 +127,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attend with ``q [B, H, T, D]`` to ``k, v [B, G, N, D]``; float32 inside (float64 for float64 inputs).
 

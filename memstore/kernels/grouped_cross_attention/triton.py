@@ -338,14 +338,7 @@ class _GroupedCrossAttention(torch.autograd.Function):
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    weights: Tensor,
-    scale: float,
-    off_by_one: bool,
-    lse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, scale: float, off_by_one: bool, lse: Tensor | None
 ) -> Tensor:
     """Return the output; fill ``lse`` if it is given."""
     shape = _shape(q, k, v, blocks)
