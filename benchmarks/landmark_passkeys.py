@@ -49,7 +49,7 @@ def main() -> None:
     """Train, ask if there is a text for it, and write the rows down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", help="texts that hide the needles in training")
-    parser.add_argument("--out", required=True, help="folder of the model")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--filler", type=Path, help="a text that hides the passkeys that are asked for")
     parser.add_argument("--lengths", default="2048,5120", help="tokens of it, separated by commas")
@@ -76,7 +76,7 @@ def main() -> None:
             found = tuned(model, tokenizer, plan, filler) if name == TUNED else stock(model, tokenizer, plan, filler)
             file["rows"] += [{"model": name, "length": length, "samples": plan.samples, **row} for row in found]
             file["about"] = {"date": datetime.now(UTC).date().isoformat(), "threads": 1, **hardware()}
-            file["training"] = report
+            file["training"] = {each: report[each] for each in ("steps", "tokens", "seconds", "accuracy")}
             options.output.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
             print(file["rows"][-1], flush=True)
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from memstore import paths
 from memstore.errors import DamagedError, DifferentRun, InvalidArgument, MemstoreError, StoreFull, first_line
-from memstore.json_checks import Check, anything, members, table, whole
+from memstore.json_checks import Check, anything, members, number, table, whole
 
 SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.jsonl", "checkpoints", "complete.json"
 
@@ -121,9 +121,9 @@ def is_whole(checkpoint: Path) -> bool:
     return all(zipfile.is_zipfile(path) for path in checkpoint.glob("*.pt*"))
 
 
-def complete(checkpoint: Path) -> dict[str, int]:
-    """Return the ``step`` of a whole checkpoint, and the ``tokens`` trained on until then."""
-    return read_json(checkpoint / COMPLETE, table(step=whole(), tokens=whole()))
+def complete(checkpoint: Path) -> dict[str, Any]:
+    """Return the ``step`` of a whole checkpoint, and ``tokens`` and ``seconds`` (may lack) until then."""
+    return read_json(checkpoint / COMPLETE, table({"seconds": number(1e12)}, step=whole(), tokens=whole()))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -132,7 +132,7 @@ def _figures(trainer: MemoryTrainer, resumed: int, seconds: float) -> Report:
         "steps": trainer.state.global_step,
         "resumed_from_step": resumed,
         "tokens": trainer.tokens_before + trainer.tokens,
-        "seconds": round(seconds, 2),
+        "seconds": round(trainer.seconds_before + seconds, 2),
         "tokens_per_second": round(trainer.tokens / seconds, 1),
         "loss": round(next(each["loss"] for each in reversed(trainer.state.log_history) if "loss" in each), 6),
     }

@@ -63,8 +63,8 @@ class MemoryTrainer(Trainer):
         """The sum of the losses since the last check."""
         self.tokens = 0
         """Tokens trained on since this process began."""
-        self.tokens_before = 0
-        """Tokens trained on before the checkpoint that this process began with."""
+        self.tokens_before, self.seconds_before = 0, 0.0
+        """Of the training before the checkpoint that this process began with."""
         self.parts: dict[str, list[Tensor]] = {}
         """Values for the next line of the log, besides the loss."""
         # This callback prints to standard output, which is only for reports.
@@ -229,7 +229,8 @@ class _CheckpointCallback(TrainerCallback):
         self._begun = time.perf_counter()
         last = self._trainer.run.checkpoint()
         if last is not None:
-            self._trainer.tokens_before = complete(last)["tokens"]
+            until = {"seconds": 0.0, **complete(last)}
+            self._trainer.tokens_before, self._trainer.seconds_before = until["tokens"], until["seconds"]
             try:
                 self._trainer.resume(last)
             except MemstoreError:
@@ -250,7 +251,8 @@ class _CheckpointCallback(TrainerCallback):
         self._trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
             tokens = self._trainer.tokens_before + self._trainer.tokens
-            write_json(folder / COMPLETE, {"step": state.global_step, "tokens": tokens})
+            seconds = round(self._trainer.seconds_before + time.perf_counter() - self._begun, 2)
+            write_json(folder / COMPLETE, {"step": state.global_step, "tokens": tokens, "seconds": seconds})
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the last step too, whatever its number."""

@@ -46,8 +46,13 @@ def test_an_interrupted_training_resumes_to_the_same_result(trained: Trained, te
         return train_on_texts([text], tmp_path / "run", context=CONTEXT, valid=0.1, optimisation=SHORT, runtime=RUNTIME)
 
     stopped_at(13, again, tmp_path / "run")
+    marks = sorted((tmp_path / "run" / "checkpoints").glob("*/complete.json"), key=lambda path: path.stat().st_mtime)
+    until = json.loads(marks[-1].read_text("utf-8"))
+    assert until["seconds"] > 0
+    marks[-1].write_text(json.dumps({**until, "seconds": 5000.0}), "utf-8")
     report = again()
     assert report["resumed_from_step"] == 10
+    assert 5000 < report["seconds"] < 6000, "the seconds before the interruption count"
     assert same_weights(tmp_path / "run", trained.folder)
     same = {"steps", "tokens", "valid_perplexity", "loss"}
     assert {name: report[name] for name in same} == {name: trained.report[name] for name in same}
