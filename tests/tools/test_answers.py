@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import pytest
 import torch
 
 import memstore
 from benchmarks.answers import COMPRESSED, END, NOTHING, RIGHT, WHOLE, Asking
-from benchmarks.carriers import CARRIERS, SOURCES, Carriers, interval
+from benchmarks.carriers import CARRIERS, SOURCES, Carriers, interval, table
 from benchmarks.questions.answers import MOST
 from memstore.train.questions import Pool, Question, QuestionSet
 from tests.instruct import instruct_model, instruct_tokenizer
@@ -54,6 +55,13 @@ def test_a_memory_is_made_to_choose_a_list() -> None:
             with carriers._choosing(blocks, quoted=False):
                 assert [match.block for match in reader.search(ASKED[0].text, len(blocks))] == blocks
         assert [match.block for match in reader.search(ASKED[0].text, 3)] == usual
-        rows = [*carriers.rows(ASKED[0])]
-    assert [(row["list"], row["as"]) for row in rows] == [(source, way) for source in SOURCES for way in CARRIERS]
-    assert interval([{"has": 1}] * 4, [{"has": 0}] * 4) == [1, 1]
+        ways = [*product(SOURCES, CARRIERS)]
+        rows = [{"set": "rooms", "pool": 0, **carriers.row(ASKED[0], *way)} for way in ways]
+    assert [(row["list"], row["as"]) for row in rows] == ways
+    assert [(row["list"], row["as"]) for row in table(rows[2:7])] == ways[2:7]
+    assert "has_minus_text" not in table(rows[2:7])[0], "it was not measured"
+
+
+def test_ways_are_compared_on_the_questions_that_both_answered() -> None:
+    ours, theirs = ([{"pool": 0, "id": n, "has": has} for n in range(first, 5)] for has, first in ((1, 0), (0, 1)))
+    assert interval(ours, theirs) == [1, 1]
