@@ -203,18 +203,23 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for name, source in product(dict.fromkeys(row["set"] for row in rows), SOURCES):
         of = {
-            carrier: [row for row in rows if (row["set"], row["list"], row["as"]) == (name, source, carrier)]
-            for carrier in CARRIERS
+            (each, carrier): [row for row in rows if (row["set"], row["list"], row["as"]) == (name, each, carrier)]
+            for each, carrier in product({source, FUSED}, CARRIERS)
         }
-        for carrier, mine in of.items():
+        for carrier in CARRIERS:
+            mine = of[source, carrier]
             if not mine:
                 continue
             means = {measure: round(fmean(row[measure] for row in mine), 4) for measure in MEASURES}
-            others = [other for other in (TEXT, QUOTE) if other != carrier and of[other]]
+            others = {TEXT: (source, TEXT), QUOTE: (source, QUOTE), f"{FUSED} as text": (FUSED, TEXT)}
             made.append(
                 {"set": name, "list": source, "as": carrier, "answered": len(mine), **means}
                 | {part: round(median(row[part] for row in mine)) for part in ("cpu_ms", "tokens")}
-                | {f"has_minus_{other}": interval(mine, of[other]) for other in others}
+                | {
+                    f"has_minus_{other}": interval(mine, of[which])
+                    for other, which in others.items()
+                    if which != (source, carrier) and of[which]
+                }
             )
     return made
 

@@ -127,9 +127,9 @@ class Retrieval:
             question's words also stands as text before the question. So the model reads the two together. This holds
             for ``ask`` (in a chat template), ``chat`` and ``serve``, if the text fits, but not for models with learned
             positions. Where ``words`` count, another of the best blocks may come before a better one. Its paragraph
-            must have all words of the question that the better one's has, and more. ``"auto"``: one; if the question
-            has several parts (commas, "and", "or", "than"), also that with most words of each; if it asks for a list
-            ("all", "list"), up to four with as many of its words. 0: none. Neither chats nor traces keep quoted text.
+            must have all words of the question that the better one's has, and more. ``"auto"``: one, and more for a
+            question with several parts ("and", "or", "than"): for each, the one with most of its words. A question for
+            a list ("all") gets up to four with as many of its words. 0: none. Neither chats nor traces keep the text.
         positions: Where retrieved blocks are placed. ``"stingy"``: in small consecutive slots before the window.
             ``"true"``: at their true places. ``"clamped"``: there, but never further away than the model was trained
             for.

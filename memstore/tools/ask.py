@@ -105,8 +105,8 @@ def ask(
 ) -> Report:
     """Ask the model that read a memory.
 
-    The question is put into the model's chat template, behind the paragraph that fits it best, or up to four if it
-    asks for several things. The answer is printed as it is written. Below it are its sources, each with its line in
+    The question is put into the model's chat template, behind the paragraph that fits it best, or one for each thing
+    that it asks for. The answer is printed as it is written. Below it are its sources, each with its line in
     the document: the quoted blocks, and those with most of the model's attention. An answer that repeats itself (the
     same 4 to 32 tokens six times) is ended. A model without a chat template continues the question's words. With --raw
     every model does so. With --trace the blocks of each token are also recorded, beside the memory. With --csv,

@@ -126,10 +126,16 @@ def of_answers(figure: str, way: str, *, short: bool = False) -> str:
     return f"{found['memory'] / found[way]:.2f}"
 
 
-def given(name: str, carrier: str) -> dict[str, Any]:
-    """What the model answers of a set with the memory's blocks given in this way."""
-    found = rows("carriers")["rows"]
-    return next(row for row in found if (row["set"], row["list"], row["as"]) == (name, "the memory", carrier))
+def given(name: str, carrier: str, *, file: str = "carriers", whose: str = "the memory") -> dict[str, Any]:
+    """What a model answers of a set with somebody's blocks given in this way; ``file`` has its rows."""
+    found = rows(file)["rows"]
+    return next(row for row in found if (row["set"], row["list"], row["as"]) == (name, whose, carrier))
+
+
+def larger(carrier: str, whose: str = "the memory") -> str:
+    """The shares of right answers of the model of 1.5B, as the README has them."""
+    sets = "squad", "hotpotqa", "lookalikes"
+    return "; ".join(f"{given(name, carrier, file='carriers-larger', whose=whose)['has']:.2f}" for name in sets)
 
 
 def right(name: str, carrier: str) -> str:
@@ -180,6 +186,10 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"need two paragraphs\]\(\S+\): ([\d.]+)", lambda: f"{given('hotpotqa', 'states and a quote')['has']:.2f}"),
     (r"with it alone ([\d.]+)", lambda: f"{given('hotpotqa', 'the quote alone')['has']:.2f}"),
     (r"with the same 8 blocks as text ([\d.]+)", lambda: f"{given('hotpotqa', 'text')['has']:.2f}"),
+    (r"paragraph quoted as text: ([\d.]+; [\d.]+; [\d.]+)\.", lambda: larger("states and a quote")),
+    (r"With the same 8 blocks as text: ([\d.]+; [\d.]+; [\d.]+)\.", lambda: larger("text")),
+    (r"both searches as text: ([\d.]+; [\d.]+; [\d.]+)\.", lambda: larger("text", "BM25 and MiniLM")),
+    (r"With states alone: ([\d.]+; [\d.]+; [\d.]+) ", lambda: larger("states")),
     (r"Of 256 others: (\d+)", lambda: right("lookalikes", "states")),
     (r"Of 256 others: \d+, (\d+)", lambda: right("lookalikes", "text")),
     (r"and (\d+) with the best paragraph alone", lambda: right("lookalikes", "the quote alone")),
