@@ -75,7 +75,7 @@ _REFERRING = re.compile(
 )
 _UNKNOWN = re.compile(
     r"^(\W|sorry|but|i.m)*\b(i|we) (do not|don.t) know\b|\bno (information|mention) (about|of|on|is|was)\b"
-    r"|\b(is|are|was|were) (not|nowhere) ((explicitly|specifically) )?(mentioned|stated|specified|given|provided)\b"
+    r"|\b(is|are|was|were) (not|nowhere) (explicitly )?(mentioned|stated|specified|(given|provided) in)\b"
     r"|\b(text|notes?|information|context|passages?|it) (do|does)( not|n.t) (say|mention|state|specify|provide)\b",
     re.IGNORECASE,
 )

@@ -243,6 +243,8 @@ def test_an_answer_says_which_words_of_the_question_were_not_found(
         ("There is no information about that.", False),
         ("He said: I do not know her.", True),
         ("The shop does not provide bags.", True),
+        ("She was not given the prize.", True),
+        ("The price is not given in the notes.", False),
     ],
 )
 def test_an_answer_that_says_it_does_not_know_found_nothing(said: str, found: bool) -> None:
