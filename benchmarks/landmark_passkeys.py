@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,39 +66,44 @@ def main() -> None:
     if not options.filler:
         return
     model, tokenizer = load_folder(options.out, "cpu")
+    base: Any = load_model("smollm2", "bfloat16").model
     lengths = [*map(int, options.lengths.split(","))]
     filler = load_filler(tokenizer, [options.filler], at_most=2 * max(lengths))
     file = json.loads(options.output.read_text("utf-8")) if options.output.exists() else {"rows": []}
     for length in lengths:
         plan = TaskPlan(task="passkey", lengths=[length], samples=options.samples, seed=SEED, reuse=True)
         for name in options.models:
-            found = tuned(model, tokenizer, plan, filler) if name == TUNED else stock(model, tokenizer, plan, filler)
-            file["rows"] += [{"model": name, "length": length, "samples": plan.samples, **row} for row in found]
-            file["about"] = {"date": datetime.now(UTC).date().isoformat(), "threads": 1, **hardware()}
+            row = {"model": name, "length": length, "samples": plan.samples}
+            if name == TUNED:
+                row |= tuned(model, tokenizer, plan, filler)
+            elif length < base.config.max_position_embeddings:
+                row |= stock(base, tokenizer, plan, filler, block_tokens(model))
+            else:
+                continue
+            others = [each for each in file["rows"] if (each["model"], each["length"]) != (name, length)]
+            file["rows"] = [*others, row]
+            file["about"] = {"date": datetime.now(UTC).date().isoformat(), **hardware(), "threads": 1}
             file["training"] = {each: report[each] for each in ("steps", "tokens", "seconds", "accuracy")}
             options.output.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
-            print(file["rows"][-1], flush=True)
+            print(row, flush=True)
 
 
-def tuned(model: Any, tokenizer: Any, plan: TaskPlan, filler: Filler) -> Iterator[dict[str, Any]]:
+def tuned(model: Any, tokenizer: Any, plan: TaskPlan, filler: Filler) -> dict[str, Any]:
     """Count whole answers of the trained model."""
     lists = Retrieval(top_k=model.config.retrieval_top_k, every="segment", share="layer")
     with (
         patch.object(LandmarkReader, "default_retrieval", classmethod(lambda *_: lists)),
         memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory,
     ):
-        for row in evaluate(model, tokenizer, plan, filler, memory):
-            right = [outcome.correct for outcome in row.outcomes]
-            yield {"right": sum(right), "seconds": round(sum(outcome.seconds for outcome in row.outcomes))}
+        (row,) = evaluate(model, tokenizer, plan, filler, memory)
+    seconds = sum(outcome.seconds for outcome in row.outcomes)
+    return {"right": sum(outcome.correct for outcome in row.outcomes), "seconds": round(seconds)}
 
 
-def stock(model: Any, tokenizer: Any, plan: TaskPlan, filler: Filler) -> Iterator[dict[str, Any]]:
+def stock(base: Any, tokenizer: Any, plan: TaskPlan, filler: Filler, tokens_per_block: int) -> dict[str, Any]:
     """Count answers of the model that it was made of, which begin with the digits."""
-    base: Any = load_model("smollm2", "bfloat16").model
-    (length,), right, begun = plan.lengths, 0, time.perf_counter()
-    if length >= base.config.max_position_embeddings:
-        return
-    (samples,) = draw(plan, length, tokenizer, filler, block_tokens(model))
+    right, begun = 0, time.perf_counter()
+    (samples,) = draw(plan, plan.lengths[0], tokenizer, filler, tokens_per_block)
     for sample in samples:
         ids = [*(torch.from_numpy(chunk) for chunk in sample.haystack(filler)), torch.tensor(sample.prompt)]
         whole = torch.cat(ids)[None]
@@ -107,7 +111,7 @@ def stock(model: Any, tokenizer: Any, plan: TaskPlan, filler: Filler) -> Iterato
             made = base.generate(whole, attention_mask=torch.ones_like(whole), do_sample=False, max_new_tokens=8)
         wanted = tokenizer.decode(sample.answer).strip(" |")
         right += tokenizer.decode(made[0, whole.shape[1] :]).strip().startswith(wanted)
-    yield {"right": right, "seconds": round(time.perf_counter() - begun)}
+    return {"right": right, "seconds": round(time.perf_counter() - begun)}
 
 
 if __name__ == "__main__":
