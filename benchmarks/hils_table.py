@@ -110,17 +110,14 @@ class MemorizingTrainer(AnswerTrainer):
 def recipes(steps: int, seed: int) -> dict[str, Recipe]:
     """What is trained, by the name of its row."""
 
-    def made(
-        kind: type[Recipe], name: str, *, rate: float = 3e-3, how: Mapping[str, Any] = NOTHING, **model: Any
-    ) -> Recipe:
-        optimisation = Optimisation(steps=steps, learning_rate=rate, seed=seed)
+    def made(kind: type[Recipe], name: str, *, how: Mapping[str, Any] = NOTHING, **model: Any) -> Recipe:
+        optimisation = Optimisation(steps=steps, learning_rate=3e-3, seed=seed)
         return kind(name=name, model={**SIZES, **model}, optimisation=optimisation, **LOOKUPS, **how)
 
     return {
         "HiLS": made(HilsRecipe, "hils", num_swa_layers=3),
         "landmark": made(LandmarkRecipe, "landmark", how=WARM, **BLOCKS),
         "DRT": made(Recipe, "drt", upper_layers=[1, 1], **DRT),
-        "DRT, half the rate": made(Recipe, "drt-half-rate", rate=1.5e-3, upper_layers=[1, 1], **DRT),
         "DRT, one group": made(Recipe, "drt-one-group", upper_layers=[2], **DRT),
         "DRT, random blocks": made(Recipe, "drt-random", upper_layers=[1, 1], retrieval="random", **DRT),
         BM25: made(Recipe, "drt-bm25", upper_layers=[1, 1], retrieval="external", gumbel=0.0, **DRT),

@@ -181,7 +181,8 @@ def _asked_for(
     least = max((len(told[place]) for place in chosen), default=0)
     for part in parts:
         having = {place: len(told[place] & {*words_of(part)}) for place in told}
-        chosen += [place for place in told if having[place] == max(having.values()) > 0][:1]
+        most = max(having.values(), default=0)
+        chosen += [place for place in told if having[place] == most > 0][:1]
     chosen += [place for place in told if lists and len(told[place]) >= least > 1]
     first = dict[str, Place]()
     for place in chosen:
