@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def test_a_memory_is_opened_with_it_and_keeps_it(installed: Path, tmp_path: Path
 def test_it_passes_the_suite(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(installed)
     # A run without a base takes the rights to the folder of all runs from other users, which a test beside it may be.
-    base = f"--basetemp={installed.parent / 'base'}"
-    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", base, str(installed)])
+    # Without a configuration it takes the nearest one above the temporary folder.
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={installed.parent / 'base'}", f"--config-file={os.devnull}"]
+    done = forks.completed([sys.executable, "-m", "pytest", *options, str(installed)])
     assert done.returncode == 0, done.stdout

@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +437,51 @@ def test_a_file_that_is_cut_while_it_is_open_is_no_bus_error(tmp_path: Path) -> 
     assert same(reader.get(block(200)), value(200))
     reader.close()
     store.close()
+
+
+@pytest.mark.parametrize("length", [0, 10**7], ids=["shorter", "longer"])
+def test_a_read_while_another_thread_closes_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    put_blocks(store, range(3))
+    other, seek = tmp_path / "other", os.lseek
+    other.write_bytes(bytes(length))
+
+    def close(descriptor: int, *where: int) -> int:
+        """Stand for a thread that closes the store now, and opens another file as the same descriptor."""
+        store.close()
+        opened = os.open(other, os.O_RDONLY)
+        os.dup2(opened, descriptor)
+        try:
+            return seek(descriptor, *where)
+        finally:
+            os.close(opened)
+            os.close(descriptor)
+
+    monkeypatch.setattr(environment.os, "lseek", close)
+    with pytest.raises(InvalidArgument, match="closed during use"):
+        store.keys(*BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        LmdbStore.version,
+        LmdbStore.used_bytes,
+        LmdbStore.sync,
+        lambda store: store.get(block(0)),
+        lambda store: store.keys(*BLOCKS),
+        lambda store: list(store.scan()),
+    ],
+    ids=["version", "used_bytes", "sync", "get", "keys", "scan"],
+)
+def test_a_use_that_meets_a_close_is_refused(tmp_path: Path, use: Callable[[LmdbStore], object]) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    put_blocks(store, range(3))
+    store._check_open = store.close  # type: ignore[method-assign] - another thread closes it after the check
+    with pytest.raises(InvalidArgument, match="closed during use"):
+        use(store)
 
 
 def test_rubbish_instead_of_data(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The store in docs/stores.md passes the suites that the page names, and opens through an entry point."""
 
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_it_passes_the_suites(installed: Path, monkeypatch: pytest.MonkeyPatch) 
     (installed / "conftest.py").write_text(CONFIGURATION, encoding="utf-8")
     monkeypatch.chdir(installed)
     # A run without a base takes the rights to the folder of all runs from other users, which a test beside it may be.
-    base = f"--basetemp={installed.parent / 'base'}"
-    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", base, str(installed)])
+    # Without a configuration it takes the nearest one above the temporary folder.
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={installed.parent / 'base'}", f"--config-file={os.devnull}"]
+    done = forks.completed([sys.executable, "-m", "pytest", *options, str(installed)])
     assert done.returncode == 0, done.stdout

@@ -112,11 +112,12 @@ class Environment:
             length = os.lseek(self.data_file, 0, os.SEEK_END)  # a third of the time of fstat: every read comes here
         except OSError:  # closed by another thread meanwhile, as LMDB will say
             return
+        if length == before or not self.users:  # once it is closed, its descriptor may be that of another file
+            return
         if length < before:  # LMDB never shortens it
             raise _truncated(self.folder / DATA_NAME, f"it has only {length} of {before} bytes")
-        if length > before:
-            _check_length(self.env, self.folder / DATA_NAME, self.data_file)
-            self._length = length
+        _check_length(self.env, self.folder / DATA_NAME, self.data_file)
+        self._length = length
 
 
 # A parent's entries stay untouched in its forks: closing one there would free the parent's reader slot.

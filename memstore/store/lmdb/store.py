@@ -229,12 +229,9 @@ class LmdbStore(BlockStore):
 
     def _facts(self) -> dict[str, Any] | None:
         """Read the store's own facts; None if it was never finished. Raises ``DamagedError``, ``NotAMemory``."""
-        try:
-            # From one transaction: while another process makes the memory, ``env.stat`` is ahead of what reads see.
-            with self._env.begin(buffers=True) as txn:
-                facts, entries = _facts(txn), txn.stat()["entries"]
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        # From one transaction: while another process makes the memory, ``env.stat`` is ahead of what reads see.
+        with self._failing(), self._env.begin(buffers=True) as txn:
+            facts, entries = _facts(txn), txn.stat()["entries"]
         if facts is None and entries:
             raise NotAMemory(
                 f"{self.path} is the LMDB environment of another program, not a memory. Choose another path"
@@ -348,11 +345,8 @@ class LmdbStore(BlockStore):
     def _reading(self) -> Iterator[Transaction]:
         """Give a transaction to read in, and note whether it waited for the disk."""
         self._check_open()
-        try:
-            with self._env.begin(buffers=True) as txn:
-                yield txn
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        with self._failing(), self._env.begin(buffers=True) as txn:
+            yield txn
         self._waits = environments.waited()
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
@@ -381,7 +375,9 @@ class LmdbStore(BlockStore):
 
     def scan(self) -> Iterator[ScannedValue]:
         self._check_open()
-        if damage := _tree_damage(self._env, self.path, self.url):
+        with self._failing():
+            damage = _tree_damage(self._env, self.path, self.url)
+        if damage:
             yield ScannedValue(STORE_KEY, (), damage)
         with self._reading() as txn:
             yield from self.values.scan(txn)
@@ -389,15 +385,15 @@ class LmdbStore(BlockStore):
     def sync(self) -> None:
         self._check_open()
         if not self._environment.read_only:
-            self._env.sync(True)
+            with self._failing():
+                self._env.sync(True)
 
     def size_bytes(self) -> int:
         self._check_open()
         return sum(map(environments.allocated, self.path.iterdir()))
 
     def used_bytes(self) -> int:
-        self._check_open()
-        with self._env.begin() as txn:
+        with self._reading() as txn:
             return used_bytes(txn)
 
     def compact(self, progress: Progress | None = None) -> Compaction:
@@ -413,12 +409,9 @@ class LmdbStore(BlockStore):
         # LMDB keeps the last two whole, and then neither has the deleted values.
         for _ in range(2):
             self.commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
-        try:
-            with self._env.begin(write=True) as txn:  # nothing changes now
-                _wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
-                _erase(self.path, txn.id() - 1, self._env.stat()["psize"], progress)
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        with self._failing(), self._env.begin(write=True) as txn:  # nothing changes now
+            _wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
+            _erase(self.path, txn.id() - 1, self._env.stat()["psize"], progress)
         if self._reserve:
             self._reserve.keep(self.used_bytes())
         return Compaction(before, self.size_bytes())
@@ -426,7 +419,7 @@ class LmdbStore(BlockStore):
     def version(self) -> int:
         self._check_open()
         # Not env.info(): during a commit it already names the new transaction, and reads still see the old one.
-        with self._env.begin() as txn:
+        with self._failing(), self._env.begin() as txn:
             number: int = txn.id()
             return number
 
@@ -442,7 +435,18 @@ class LmdbStore(BlockStore):
     def _check_open(self) -> None:
         if not self._close.alive:
             raise InvalidArgument(f"this store of memory {self.path} is closed; open the memory again")
-        self._environment.check()
+        try:
+            self._environment.check()
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turn LMDB's errors into ours."""
+        try:
+            yield
+        except lmdb.Error as error:
+            raise self._failure(error) from error
 
     def _failure(self, error: lmdb.Error, needed: int = 0) -> Exception:
         """Return the error to raise for an LMDB error; ``needed`` bytes were to be written."""
