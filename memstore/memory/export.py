@@ -260,12 +260,7 @@ class _Pieces:
     """One document, split into files."""
 
     def __init__(
-        self,
-        document: Document,
-        shared: tuple[int, str],
-        folder: Path,
-        number: int,
-        advance: Callable[[int], None],
+        self, document: Document, shared: tuple[int, str], folder: Path, number: int, advance: Callable[[int], None]
     ) -> None:
         self._document, self._shared, self._folder = document, shared, folder
         self._number, self._advance = number, advance

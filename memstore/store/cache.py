@@ -158,12 +158,7 @@ class BlockCache:
         self._closed = False
 
     def read(
-        self,
-        blocks: BlockRefs,
-        unchanged: Callable[[], bool],
-        device: torch.device | None = None,
-        *,
-        keep: bool = True,
+        self, blocks: BlockRefs, unchanged: Callable[[], bool], device: torch.device | None = None, *, keep: bool = True
     ) -> list[Tensor]:
         """Return the verified blocks, ``[n, *shape]`` for each record, on ``device``; None is the CPU.
 

@@ -459,7 +459,7 @@ def test_a_read_while_another_thread_closes_the_store(
             os.close(opened)
             os.close(descriptor)
 
-    monkeypatch.setattr(environment.os, "lseek", close)
+    monkeypatch.setattr(os, "lseek", close)
     with pytest.raises(InvalidArgument, match="closed during use"):
         store.keys(*BLOCKS)
 
@@ -476,10 +476,12 @@ def test_a_read_while_another_thread_closes_the_store(
     ],
     ids=["version", "used_bytes", "sync", "get", "keys", "scan"],
 )
-def test_a_use_that_meets_a_close_is_refused(tmp_path: Path, use: Callable[[LmdbStore], object]) -> None:
+def test_a_use_that_meets_a_close_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[LmdbStore], object]
+) -> None:
     store = LmdbStore.create(tmp_path / "m")
     put_blocks(store, range(3))
-    store._check_open = store.close  # type: ignore[method-assign] - another thread closes it after the check
+    monkeypatch.setattr(store, "_check_open", store.close)  # another thread closes it after the check
     with pytest.raises(InvalidArgument, match="closed during use"):
         use(store)
 

@@ -289,13 +289,5 @@ def _divided(layers: int, groups: int) -> tuple[int, ...]:
 
 
 DRT = Training(
-    kinds.DRT,
-    DRTConfig,
-    DRTForCausalLM,
-    train,
-    MemoryTrainer,
-    _NeedleTrainer,
-    RECIPES,
-    grow=grown,
-    outgrow=_outgrowing,
+    kinds.DRT, DRTConfig, DRTForCausalLM, train, MemoryTrainer, _NeedleTrainer, RECIPES, grow=grown, outgrow=_outgrowing
 )

@@ -48,10 +48,7 @@ RECIPES: dict[str, HilsRecipe] = {
             **PASSKEYS,
         ),
         HilsRecipe(
-            name="hils-lookups-cpu",
-            model=_SMALL,
-            optimisation=Optimisation(steps=1600, learning_rate=3e-3),
-            **LOOKUPS,
+            name="hils-lookups-cpu", model=_SMALL, optimisation=Optimisation(steps=1600, learning_rate=3e-3), **LOOKUPS
         ),
     )
 }
