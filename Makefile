@@ -69,7 +69,7 @@ format: $(READY) ## Put the code into the house format
 	$(BIN)/ruff format .
 
 # What needs a model, a text or a memory of yours, or a GPU, is run by hand.
-BY_HAND := answers carriers chain factories gpu hils_table keysets knn_tables known landmark_finetune \
+BY_HAND := answers carriers chain factories gpu hils_table kept keysets knn_tables known landmark_finetune \
     landmark_passkeys landmark_tables lookups memorizing_stock memory_questions parallel pays position_jumps \
     price prose query searches staleness tracing_models two_hops
 bench: $(READY) ## Measure what needs no model or text of your own, some minutes each

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
-from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -37,12 +36,12 @@ import torch
 from transformers import DynamicCache
 
 import memstore
+from benchmarks import kept
 from benchmarks.questions import factbook, hotpotqa, lookalikes, number_or_word, squad
 from benchmarks.questions.answers import MOST, exact, f1, has
 from benchmarks.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
 from benchmarks.questions.wheel import load_json
 from memstore.readers.asking import INSTRUCTION, Template, fill_template
-from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode
 from memstore.readers.passages import quotes
 from memstore.resources import hardware
@@ -57,8 +56,6 @@ USUAL = [MEMORY, *SEARCHES, RIGHT, END, NOTHING]
 KNOWN = [*USUAL, WHOLE, COMPRESSED]
 QUOTED = re.compile(r"(\d+) quoted( as text)?")
 """A way with so many paragraphs of the memory's choice: before its states, or alone."""
-SEGMENT = 512
-"""Tokens of all of the text whose states are computed together."""
 ONE_TEXT: dict[str, Callable[[], QuestionSet]] = {"lookalikes": lookalikes.load, "factbook": factbook.load}
 
 
@@ -187,7 +184,8 @@ class Asking:
         if way == MEMORY:
             return self._reader.ask(question.text, system=self._system, max_tokens=MOST).text
         if way in self.kept:
-            return self.decoded(self._behind(*self.kept[way], question))
+            prompt = self.prompt_with_all(question.text)
+            return self.decoded(kept.answer(self._model, *self.kept[way], prompt, self.ends, MOST))
         before: list[str] = []
         if quoted := QUOTED.fullmatch(way):
             usual = self._reader.retrieval
@@ -211,43 +209,15 @@ class Asking:
             made = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
         return self.decoded(made)
 
-    @torch.inference_mode()
     def states(self, *, compressed: bool) -> tuple[list[int], DynamicCache]:
         """What every prompt with all of the text begins with, and its states."""
-        begin: list[int] = [*commonprefix([self.prompt((*self._asked.paragraphs, each)) for each in ("Who?", "2")])]  # noqa: RUF071
-        cache, ids = DynamicCache(config=self._model.config), torch.tensor([begin])
-        if compressed:
-            from kvpress import ExpectedAttentionPress
+        begin = kept.beginning(*map(self.prompt_with_all, ("Who?", "2")))
+        share = self._top_k * self._reader.memory.spec.block_size / len(begin) if compressed else None
+        return begin, kept.states(self._model, begin, share)
 
-            kept = self._top_k * self._reader.memory.spec.block_size
-            with ExpectedAttentionPress(compression_ratio=1 - kept / len(begin))(self._model):
-                self._model(input_ids=ids, **{CACHE: cache}, logits_to_keep=1)
-        else:
-            for part in ids.split(SEGMENT, dim=1):
-                self._model(input_ids=part, **{CACHE: cache}, logits_to_keep=1)
-        return begin, cache
-
-    @torch.inference_mode()
-    def _behind(self, begin: list[int], cache: DynamicCache, question: Question) -> list[int]:
-        """The greedy answer behind states whose positions ``begin`` says; the cache is as it was when it is done."""
-        prompt = self.prompt_with_all(question)
-        assert prompt[: len(begin)] == begin
-        kept, ids, made = cache.get_seq_length(), prompt[len(begin) :], list[int]()
-        position = len(begin)
-        while len(made) < MOST:
-            places = torch.arange(position, position + len(ids))[None]
-            out = self._model(input_ids=torch.tensor([ids]), position_ids=places, **{CACHE: cache})
-            position += len(ids)
-            ids = [int(out.logits[0, -1].argmax())]
-            if ids[0] in self.ends:
-                break
-            made += ids
-        cache.crop(kept - cache.get_seq_length())
-        return made
-
-    def prompt_with_all(self, question: Question) -> list[int]:
+    def prompt_with_all(self, question: str) -> list[int]:
         """All of the text and a question."""
-        return self.prompt((*self._asked.paragraphs, question.text))
+        return self.prompt((*self._asked.paragraphs, question))
 
     def decoded(self, made: Sequence[int]) -> str:
         """The text of generated tokens."""

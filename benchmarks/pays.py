@@ -127,7 +127,7 @@ class Llama:
     def say(self, question: Question) -> str:
         """Return the greedy answer, and forget it."""
         model, kept = self._model, len(self._begin)
-        prompt = self._asking.prompt_with_all(question)
+        prompt = self._asking.prompt_with_all(question.text)
         assert prompt[:kept] == self._begin
         ids, made = prompt[kept:], list[int]()
         while len(made) < MOST:

@@ -14,6 +14,7 @@ import json as jsonlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Sets of questions whose evidence is known: do the found blocks hold it, and does the model answer?"
 ANSWERED = ("set", "with", "answered", "em", "f1", "has", "ms_to_answer")
-RULER_COLUMNS = ("task", "length", "tokens", "samples", "score", "alone", "ms_to_answer")
+RULER_COLUMNS = ("task", "length", "tokens", "samples", "score", "alone", "kvpress", "ms_to_answer")
 COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
 
 Model = Annotated[
@@ -105,6 +106,13 @@ Baselines = Annotated[
 ]
 Tasks = Annotated[
     str | None, typer.Option(help="Run only these tasks, separated by commas, such as vt,qa_1. Default: all thirteen.")
+]
+Ways = Annotated[
+    str,
+    typer.Option(
+        help="Answer in these ways: memory, alone (the model with the text in its prompt), kvpress (with half of the "
+        "text's states)."
+    ),
 ]
 
 
@@ -488,6 +496,7 @@ class _Ruler:
     tasks: Tasks = None
     lengths: Lengths = "4K"
     samples: Samples = 5
+    ways: Ways = "memory,alone"
     quote: Quote = 1
     router: RouterFile = None
     picture: Picture = None
@@ -504,8 +513,8 @@ def ruler(setting: _Ruler) -> Report:
 
     The tasks and measures are the paper's. Texts and questions are memstore's own, so do not compare scores with other
     tables. Each text is read into a memory and asked once. If the text fits the model, the model alone also gets it in
-    its prompt. Tasks that count words over the whole text cannot be answered from a few blocks. The first run with qa_1
-    or qa_2 fetches the questions (19 MB).
+    its prompt. kvpress 0.5.5 needs transformers 5.2, in an environment of its own. Tasks that count words over the
+    whole text cannot be answered from a few blocks. The first run with qa_1 or qa_2 fetches the questions (19 MB).
 
     Example:
 
@@ -518,23 +527,30 @@ def ruler(setting: _Ruler) -> Report:
     use_threads(setting.threads)
     import memstore
     from benchmarks.questions.bars import draw_bars
-    from benchmarks.questions.ruler import TASKS, Maker, measure
+    from benchmarks.questions.ruler import TASKS, WAYS, Maker, measure
     from memstore.eval.pictures import check_picture
     from memstore.progress import progress_bar
 
     if setting.picture is not None:
         check_picture(setting.picture)
     tasks = list(TASKS) if setting.tasks is None else [each.strip() for each in setting.tasks.split(",")]
+    ways = [each.strip() for each in setting.ways.split(",")]
+    if unknown := [each for each in ways if each not in WAYS]:
+        raise InvalidArgument(f"there is no way {', '.join(unknown)}; choose from {', '.join(WAYS)}")
+    if "kvpress" in ways:
+        import_module("kvpress")  # before hours of reading
     show, rows = not setting.json and sys.stderr.isatty(), list[dict[str, Any]]()
     model, tokenizer = load_model(setting.model, setting.dtype, device=setting.device)
     attached = {"retrieval": memstore.Retrieval(quote=setting.quote), "router": setting.router}
     with progress_bar("tasks", 0, len(tasks) * len(lengths), show) as advance:
         for length in lengths:
             maker = Maker(length, lambda text: len(encode(tokenizer, text)), setting.seed)
-            for row in measure(model, tokenizer, maker, tasks, setting.samples, **attached):
+            for row in measure(model, tokenizer, maker, tasks, setting.samples, ways, **attached):
                 rows.append(row)
                 advance(1)
-    mean = round(sum(row["score"] for row in rows) / len(rows), 4)
+    column = "score" if "memory" in ways else ways[0]
+    scores = [row[column] for row in rows if row[column] is not None]
+    mean = round(sum(scores) / len(scores), 4) if scores else None
     data = {
         "task": "ruler",
         "model": setting.model,
@@ -547,7 +563,8 @@ def ruler(setting: _Ruler) -> Report:
     }
     if setting.picture is not None:
         shares = {
-            task: {f"{row['length']:,} tokens": row["score"] for row in rows if row["task"] == task} for task in tasks
+            task: {f"{row['length']:,} tokens": row[column] or 0 for row in rows if row["task"] == task}
+            for task in tasks
         }
         caption = f"model {setting.model}; {setting.samples} texts of each task and length; mean {mean}"
         draw_bars({"mean score": shares}, setting.picture, title="RULER's tasks, from a memory", caption=caption)
@@ -658,7 +675,7 @@ def _show(page: Page, data: dict[str, Any]) -> None:
         page.records(data["answers"], ANSWERED)
 
 
-def _show_ruler(page: Page, rows: list[dict[str, Any]], mean: float) -> None:
+def _show_ruler(page: Page, rows: list[dict[str, Any]], mean: float | None) -> None:
     page.records(rows, RULER_COLUMNS)
     page.line(f"mean {mean}")
 

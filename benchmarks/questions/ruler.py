@@ -13,14 +13,16 @@ import string
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count, cycle
 from typing import Any, NamedTuple
 
 import memstore
+from benchmarks import kept
 from benchmarks.questions import hotpotqa, squad
 from benchmarks.questions.manual import paragraphs
 from memstore.errors import InvalidArgument
+from memstore.readers.asking import INSTRUCTION, Template, fill_template
 from memstore.train.questions import SEPARATOR, QuestionSet
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -40,6 +42,9 @@ SEVERAL = 4
 HOPS = 4
 COMMON, OFTEN, SELDOM = 10, 30, 3
 """``cwe``: number of common words, and how often they and the others occur, at most."""
+WAYS = ("memory", "alone", "kvpress")
+SHARE = 0.5
+"""Share of the states that kvpress keeps, as its documentation shows it."""
 ROOM = 150
 """Tokens for a question and the template around it."""
 FREQUENT, ALPHA = 3, 2.0
@@ -243,34 +248,58 @@ def score(answer: str, sample: RulerSample) -> float:
 
 
 def measure(
-    model: Any, tokenizer: Any, maker: Maker, tasks: Sequence[str], samples: int, **attached: Any
+    model: Any,
+    tokenizer: Any,
+    maker: Maker,
+    tasks: Sequence[str],
+    samples: int,
+    ways: Collection[str] = WAYS[:2],
+    **attached: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Return a row for each of ``tasks``: mean score of ``samples`` texts, each read into its own memory and asked.
+    """Return a row for each of ``tasks``: the mean score of ``samples`` texts in each of ``ways``.
 
-    ``alone`` is the score of the model without a memory; None if text and question do not fit its positions.
-    ``attached``: options of ``memstore.attach``.
+    ``score`` is that of a memory for each text; ``alone`` that of the model with text and question in its prompt;
+    ``kvpress`` that of the model with the question behind ``SHARE`` of the text's states. The last two are None if text
+    and question do not fit the model's positions. ``attached``: options of ``memstore.attach``.
     """
     fits = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+    frame = Template.of(tokenizer, INSTRUCTION) or Template.plain(INSTRUCTION)
+    ends = frame.ends(tokenizer)
+
+    def say(way: str, sample: RulerSample) -> tuple[str, float]:
+        """Return the answer, and its seconds once the text has been read."""
+        if way == "kvpress":
+            questions = (f"{sample.text}{SEPARATOR}{each}" for each in (sample.question, "Who?", "2"))
+            prompts = [fill_template(tokenizer, frame, each, frame.opening).tokens for each in questions]
+            begin = kept.beginning(*prompts)
+            cache, begun = kept.states(model, begin, SHARE), time.perf_counter()
+            made = kept.answer(model, begin, cache, prompts[0], ends, sample.tokens)
+            return str(tokenizer.decode(made, skip_special_tokens=True)), time.perf_counter() - begun
+        question = f"{sample.text}{SEPARATOR}{sample.question}" if way == "alone" else sample.question
+        with memstore.attach(model, "ram:", tokenizer=tokenizer, **attached) as reader:
+            if way == "memory":
+                reader.read(sample.text, document="text")
+            begun = time.perf_counter()
+            return reader.ask(question, max_tokens=sample.tokens).text, time.perf_counter() - begun
+
     for task in tasks:
-        scores, alone, spent, read = list[float](), list[float](), 0.0, 0
+        scores, spent, read = {way: list[float]() for way in ways}, 0.0, 0
         for number in range(samples):
             sample = maker.sample(task, number)
-            with memstore.attach(model, "ram:", tokenizer=tokenizer, **attached) as reader:
-                read += reader.read(sample.text, document="text").tokens
-                begun = time.perf_counter()
-                answer = reader.ask(sample.question, max_tokens=sample.tokens)
-                spent += time.perf_counter() - begun
-            scores.append(score(answer.text, sample))
-            if maker.size(sample.text) + ROOM + sample.tokens <= fits:
-                with memstore.attach(model, "ram:", tokenizer=tokenizer, **attached) as reader:
-                    answer = reader.ask(f"{sample.text}{SEPARATOR}{sample.question}", max_tokens=sample.tokens)
-                alone.append(score(answer.text, sample))
+            read += (size := maker.size(sample.text))
+            for way in ways:
+                if way == "memory" or size + ROOM + sample.tokens <= fits:
+                    said, seconds = say(way, sample)
+                    scores[way].append(score(said, sample))
+                    spent += seconds if way == "memory" else 0
+        means = {way: round(sum(each) / samples, 4) for way, each in scores.items() if len(each) == samples}
         yield {
             "task": task,
             "length": maker.tokens,
             "tokens": round(read / samples),
             "samples": samples,
-            "score": round(sum(scores) / samples, 4),
-            "alone": round(sum(alone) / samples, 4) if len(alone) == samples else None,
-            "ms_to_answer": round(1e3 * spent / samples),
+            "score": means.get("memory"),
+            "alone": means.get("alone"),
+            "kvpress": means.get("kvpress"),
+            "ms_to_answer": round(1e3 * spent / samples) if "memory" in ways else None,
         }

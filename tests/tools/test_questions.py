@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.questions import chat, hotpotqa
+from benchmarks.questions import chat, hotpotqa, ruler
 from benchmarks.questions.__main__ import VERBS, main
+from benchmarks.questions.ruler import RulerSample
 from memstore.train.questions import own_questions
 from tests.questions.test_chat import wheel_file
 from tests.questions.test_conversations import beam_folder, locomo_file
@@ -146,6 +149,29 @@ def test_ruler_has_a_row_for_each_task_and_length(questions: Cli, instruct_folde
     assert [(row["task"], row["length"]) for row in rows] == lengths
     assert all(0 <= row["score"] <= 1 and abs(row["tokens"] - row["length"]) < 100 for row in rows)
     assert all(row["alone"] is None or 0 <= row["alone"] <= 1 for row in rows)
+
+
+def test_ruler_behind_all_states_of_the_text_scores_as_the_text_in_the_prompt(
+    questions: Cli, instruct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, RulerSample]] = []
+
+    def record(said: str, sample: RulerSample) -> float:
+        asked.append((said, sample))
+        return 1.0
+
+    monkeypatch.setattr(ruler, "score", record)
+    monkeypatch.setattr(ruler, "SHARE", None)
+    monkeypatch.setitem(sys.modules, "kvpress", ModuleType("kvpress"))
+    arguments = ("ruler", "--model", instruct_folder, "--samples", 1, "--tasks", "vt", "--lengths", 300)
+    done = questions(*arguments, "--ways", "alone,kvpress", "--json")
+    assert done.code == 0, done.err
+    (row,) = done.json["rows"]
+    assert (row["score"], row["alone"], row["kvpress"], row["ms_to_answer"]) == (None, 1.0, 1.0, None)
+    alone, behind = asked
+    assert alone == behind
+    done = questions(*arguments, "--ways", "alone,aloud")
+    assert (done.code, "no way aloud; choose from memory," in done.err) == (2, True)
 
 
 @pytest.mark.parametrize("name", [each.__name__ for each in VERBS])
