@@ -75,6 +75,8 @@ SEED = 50
 """Of the questions."""
 SEEDS = (0, 1, 2)
 """Of the trainings."""
+RATE = 3e-3
+"""Learning rate of the trainings."""
 FULL_AT_MOST = 16_384
 """Tokens before those whose perplexity is measured with full attention, which is quadratic."""
 SIZES: dict[str, Any] = {"initializer_range": 0.06}
@@ -107,11 +109,11 @@ class MemorizingTrainer(AnswerTrainer):
         return logits
 
 
-def recipes(steps: int, seed: int) -> dict[str, Recipe]:
+def recipes(steps: int, seed: int, rate: float = RATE) -> dict[str, Recipe]:
     """What is trained, by the name of its row."""
 
     def made(kind: type[Recipe], name: str, *, how: Mapping[str, Any] = NOTHING, **model: Any) -> Recipe:
-        optimisation = Optimisation(steps=steps, learning_rate=3e-3, seed=seed)
+        optimisation = Optimisation(steps=steps, learning_rate=rate, seed=seed)
         return kind(name=name, model={**SIZES, **model}, optimisation=optimisation, **LOOKUPS, **how)
 
     return {
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[*recipes(1, 0)], choices=[*recipes(1, 0)], help="rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of weights, rows and noise")
     parser.add_argument("--steps", type=int, default=1600, help="of each training")
+    parser.add_argument("--rate", type=float, default=RATE, help="learning rate; rows name another one")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens before the question")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--only-train", action="store_true", help="measure nothing yet")
@@ -149,12 +152,14 @@ def main() -> None:
     if not options.print:
         torch.set_num_threads(1)
         for seed, name in product(options.seeds, options.models):
-            folder, recipe = options.out / f"{name}, seed {seed}", recipes(options.steps, seed)[name]
+            recipe = recipes(options.steps, seed, options.rate)[name]
+            row = name if options.rate == RATE else f"{name}, rate {options.rate:g}"
+            folder = options.out / f"{row}, seed {seed}"
             by_words, runtime = Bm25(folder, options.train), Runtime(device="cpu", save_every=100)
             with made_with(by_words):
                 report = train_recipe(recipe, folder, texts=options.train, runtime=runtime)
             if not options.only_train:
-                measured = Measured(name, seed, folder, report, options.output)
+                measured = Measured(row, seed, folder, report, options.output)
                 if name == BM25:
                     measured.model.set_retriever(by_words)
                 measured.fill(options.held, options.lengths)
