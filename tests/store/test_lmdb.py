@@ -464,6 +464,31 @@ def test_a_read_while_another_thread_closes_the_store(
         store.keys(*BLOCKS)
 
 
+@pytest.mark.parametrize("read", ["get", "gather", "walk"])
+def test_a_close_waits_for_a_read_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    put_blocks(store, range(3))
+    used = getattr(values := store.values, inner := {"gather": "take"}.get(read, read))
+    environment_of_it = store._environment
+
+    def close_first(*arguments: Any, **options: Any) -> Any:
+        store.close()
+        assert environment_of_it.users == 1
+        return used(*arguments, **options)
+
+    monkeypatch.setattr(values, inner, close_first)
+    uses: dict[str, Callable[[], Any]] = {
+        "get": lambda: same(store.get(block(1)), value(1)),
+        "gather": lambda: store.gather([block(1)], LAYOUTS)[0].any(),
+        "walk": lambda: [key for key, _ in store.walk(*BLOCKS)] == [block(item) for item in range(3)],
+    }
+    assert uses[read]()
+    assert environment_of_it.users == 0
+    with pytest.raises(InvalidArgument, match="is closed"):
+        uses[read]()
+    LmdbStore.open(tmp_path / "m").close()
+
+
 @pytest.mark.parametrize(
     "use",
     [

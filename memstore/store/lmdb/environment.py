@@ -88,7 +88,10 @@ _HOLDER = json_checks.table(pid=json_checks.whole(), command=json_checks.text(_M
 
 @dataclass
 class Environment:
-    """An open LMDB environment; ``users`` counts the stores that share it."""
+    """An open LMDB environment; ``users`` counts the stores that share it, and those that use it ``with`` them.
+
+    Closing it while another thread copies from its pages would be a segmentation fault: the last user closes it.
+    """
 
     folder: Path
     env: lmdb.Environment
@@ -99,9 +102,23 @@ class Environment:
     users: int = 1
     _length: int = 0
 
-    def close(self) -> None:
-        self.env.close()
-        os.close(self.data_file)
+    def __enter__(self) -> None:
+        """Raises ``lmdb.Error`` if it is closed."""
+        with _guard:
+            if not self.users:
+                raise lmdb.Error("the environment is closed")
+            self.users += 1
+
+    def release(self, *_: object) -> None:
+        """Release one use; the last one closes it. In a fork it belongs to the parent and is left alone."""
+        with _guard:
+            self.users -= 1
+            if self.users == 0 and self.key[2] == os.getpid():
+                self.env.close()
+                os.close(self.data_file)
+                del _open[self.key]
+
+    __exit__ = release
 
     def check(self) -> None:
         """Raise ``MemoryInUse`` in a process forked after the opening, ``DamagedError`` if the file was truncated."""
@@ -122,7 +139,7 @@ class Environment:
 
 # A parent's entries stay untouched in its forks: closing one there would free the parent's reader slot.
 _open: dict[tuple[int, int, int], Environment] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # a store may be collected, and released, while this thread holds it
 
 
 def acquire(folder: Path, *, create: bool = False) -> Environment:
@@ -139,7 +156,7 @@ def acquire(folder: Path, *, create: bool = False) -> Environment:
         if key in _open:
             _open[key].users += 1
             return _open[key]
-        for other in _open:
+        for other in list(_open):
             if other[:2] == key[:2]:
                 raise _forked(folder, other[2])
         env, file = _open_lmdb(folder), -1
@@ -170,15 +187,6 @@ def _forked(folder: Path, parent: int) -> MemoryInUse:
         "method",
         memory=folder,
     )
-
-
-def release(environment: Environment) -> None:
-    """Release one use; the last one closes the environment. In a fork it belongs to the parent and is left alone."""
-    with _guard:
-        environment.users -= 1
-        if environment.users == 0 and environment.key[2] == os.getpid():
-            environment.close()
-            del _open[environment.key]
 
 
 def _prepare(data: Path) -> None:

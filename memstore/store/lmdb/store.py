@@ -186,7 +186,7 @@ class LmdbStore(BlockStore):
         try:
             environment = environments.acquire(folder, create=create)
             if writer and environment.read_only:
-                environments.release(environment)
+                environment.release()
                 raise ReadOnlyMemory(
                     f"the files of memory {folder} cannot be written, or could not be when this process first "
                     "opened it. Close it and open it again, or use mode='r'",
@@ -230,7 +230,7 @@ class LmdbStore(BlockStore):
     def _facts(self) -> dict[str, Any] | None:
         """Read the store's own facts; None if it was never finished. Raises ``DamagedError``, ``NotAMemory``."""
         # From one transaction: while another process makes the memory, ``env.stat`` is ahead of what reads see.
-        with self._failing(), self._env.begin(buffers=True) as txn:
+        with self._failing(), self._environment, self._env.begin(buffers=True) as txn:
             facts, entries = _facts(txn), txn.stat()["entries"]
         if facts is None and entries:
             raise NotAMemory(
@@ -281,7 +281,7 @@ class LmdbStore(BlockStore):
         if needed > _SMALL_BYTES:
             environments.check_room(self.path, needed, self.used_bytes())
         try:
-            with self._env.begin(write=True, buffers=True) as txn:
+            with self._environment, self._env.begin(write=True, buffers=True) as txn:
                 self.changes.begin()
                 self.changes.apply(txn, deletes, puts)
                 if then:
@@ -327,7 +327,7 @@ class LmdbStore(BlockStore):
         self._check_open()
         reader = value_reader(tuple(layouts))
         try:  # inlined: ``_reading`` would take a twentieth of a gather
-            with self._env.begin(buffers=True) as txn:
+            with self._environment, self._env.begin(buffers=True) as txn:
                 values = self.values.take(txn, keys, reader, waits=self._waits)
         except lmdb.Error as error:
             raise self._failure(error) from error
@@ -345,7 +345,7 @@ class LmdbStore(BlockStore):
     def _reading(self) -> Iterator[Transaction]:
         """Give a transaction to read in, and note whether it waited for the disk."""
         self._check_open()
-        with self._failing(), self._env.begin(buffers=True) as txn:
+        with self._failing(), self._environment, self._env.begin(buffers=True) as txn:
             yield txn
         self._waits = environments.waited()
 
@@ -353,7 +353,7 @@ class LmdbStore(BlockStore):
         self._check_open()
         check_key(key)
         try:  # as ``_reading``, which would take half as long again, and forget whether the last gather had to wait
-            with self._env.begin(buffers=True) as txn:
+            with self._environment, self._env.begin(buffers=True) as txn:
                 return self.values.get(txn, key)
         except lmdb.Error as error:
             raise self._failure(error) from error
@@ -375,7 +375,7 @@ class LmdbStore(BlockStore):
 
     def scan(self) -> Iterator[ScannedValue]:
         self._check_open()
-        with self._failing():
+        with self._failing(), self._environment:
             damage = _tree_damage(self._env, self.path, self.url)
         if damage:
             yield ScannedValue(STORE_KEY, (), damage)
@@ -385,7 +385,7 @@ class LmdbStore(BlockStore):
     def sync(self) -> None:
         self._check_open()
         if not self._environment.read_only:
-            with self._failing():
+            with self._failing(), self._environment:
                 self._env.sync(True)
 
     def size_bytes(self) -> int:
@@ -409,7 +409,7 @@ class LmdbStore(BlockStore):
         # LMDB keeps the last two whole, and then neither has the deleted values.
         for _ in range(2):
             self.commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
-        with self._failing(), self._env.begin(write=True) as txn:  # nothing changes now
+        with self._failing(), self._environment, self._env.begin(write=True) as txn:  # nothing changes now
             _wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
             _erase(self.path, txn.id() - 1, self._env.stat()["psize"], progress)
         if self._reserve:
@@ -419,7 +419,7 @@ class LmdbStore(BlockStore):
     def version(self) -> int:
         self._check_open()
         # Not env.info(): during a commit it already names the new transaction, and reads still see the old one.
-        with self._failing(), self._env.begin() as txn:
+        with self._failing(), self._environment, self._env.begin() as txn:
             number: int = txn.id()
             return number
 
@@ -501,7 +501,7 @@ def _allocate(handle: int, nbytes: int) -> None:
 
 
 def _release(environment: Environment, writer: WriterLock | None) -> None:
-    environments.release(environment)
+    environment.release()
     if writer:
         writer.release()
 
