@@ -594,9 +594,7 @@ class Histories:
     """
 
     def __init__(
-        self,
-        state: Callable[[int], DocumentState | None],
-        places: Callable[[int, DocumentState], Places],
+        self, state: Callable[[int], DocumentState | None], places: Callable[[int, DocumentState], Places]
     ) -> None:
         """``state`` and ``places`` return those of a document as it is now."""
         self._state, self._places = state, places

@@ -66,7 +66,7 @@ a higher weight would cost the best blocks for the question itself (docs/notes/q
 LEAST_COVERAGE = 0.4
 """Below this share of a question's words in the quoted paragraphs, the memory probably has nothing on it. At this value
 no right answer to the chosen questions of SQuAD is doubted, and 0.8 of the questions about other texts are."""
-_LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
+_QUESTION = re.compile(r"^[^\S\n]*(?:question|q):", re.IGNORECASE | re.MULTILINE)
 _ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
 _REFERRING = re.compile(
     r"\b(it|its|this|that|these|those|they|them|their|he|him|his|she|her|hers|else)\b"
@@ -150,6 +150,7 @@ class Answer:
 
         Call it while the memory is open. Documents whose name is in several of the attached memories are left out.
         """
+        check_whole("most", most, 0, 2**63)
         words = f"{self.question}\n{self.text}"
         return written_with(self.reader, self.used, self.scores, words, quoted=self.quoted, most=most)
 
@@ -214,8 +215,7 @@ class Template:
     @staticmethod
     def controls(tokenizer: Any, text: str) -> list[int]:
         """Return the tokens of the frame itself. Control tokens count in it, but not in people's words."""
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
-        return ids
+        return encode(tokenizer, text, controls=True) if text else []
 
 
 def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
@@ -348,8 +348,11 @@ CHARACTERS = 32
 """Most characters of a token on average. Longer questions are refused before they are tokenized."""
 MOST_ASKED = 8192
 """Most tokens of a question, for a model that states no limit."""
-NOT_TAKEN = ("generation_config", "max_length", "streamer", "inputs", "input_ids", "return_dict_in_generate")
-"""Options of ``model.generate`` that an answer does not take, besides those for several rows."""
+NOT_TAKEN = (
+    *("generation_config", "max_length", "streamer", "inputs", "input_ids", "return_dict_in_generate"),
+    *("query", "opening"),
+)
+"""Options of ``reader.generate`` that an answer does not take, besides those for several rows."""
 
 
 def fill_template(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
@@ -365,10 +368,18 @@ def question_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, tuple[str, st
     long message it is found by ``wanted_in``. A message that is only a question may refer to the exchange before it.
     """
     *before, last = _said_in(tokenizer, *said) if len(said) == 1 else said
-    labelled = _LABELLED.fullmatch(last)
-    asked = wanted_in(labelled[1] if labelled else last)
+    asked = wanted_in(_labelled(last) or last)
     question, answer = ["", "", *before][-2:]
     return asked, (wanted_in(question), answer) if asked == last and refers(asked) else ("", "")
+
+
+def _labelled(text: str) -> str | None:
+    """Return the question between the last ``Question:`` and ``Answer:`` at the end, or None. Takes linear time."""
+    words, _, end = text.rstrip().rpartition("\n")
+    if end.strip().lower() not in ("answer:", "a:"):
+        return None
+    asked = (words[label.end() :].strip() for label in reversed([*_QUESTION.finditer(words)]))
+    return next(filter(None, asked), None)
 
 
 def refers(question: str) -> bool:
@@ -466,13 +477,22 @@ def check_asked(model: Any, tokens: int) -> None:
         raise InvalidArgument(f"a query has at most {most:,} tokens here, got {tokens:,}: search with a shorter text")
 
 
-def check_answered(options: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for options of ``model.generate`` that an answer does not take."""
+def check_answered(options: Mapping[str, Any], max_tokens: int) -> int:
+    """Return the most tokens of an answer. Raises ``InvalidArgument`` for options that an answer does not take."""
     wrong = [name for name in NOT_TAKEN if not (options.get(name) is None or options[name] is False)]
     wrong += [name for name in ("num_beams", "num_return_sequences") if options.get(name) not in (None, 1)]
     if wrong:
         raise InvalidArgument(f"an answer is one row without beams, and sets {wrong[0]} itself: use reader.generate")
-    check_whole("max_new_tokens", options.get("max_new_tokens", 1), 1, 2**31)
+    check_whole("max_tokens", max_tokens, 1, 2**31)
+    new: int = options.get("max_new_tokens", max_tokens)
+    check_whole("max_new_tokens", new, 1, 2**31)
+    return new
+
+
+def check_fits(model: Any, prompt: Prompt, new: int) -> None:
+    """Raise ``InvalidArgument`` if ``prompt`` and ``new`` tokens are too long for a model."""
+    if reason := too_long(model, len(prompt.tokens), new):
+        raise InvalidArgument(f"{reason}: ask a shorter question, or read long texts into the memory")
 
 
 def generate_answer(
@@ -492,12 +512,10 @@ def generate_answer(
 
     ``said``: the turns of user and model before the question. ``session``: the document of the conversation.
     """
-    check_answered(options)
+    max_tokens = check_answered(options, max_tokens)
+    check_fits(reader.model, prompt, max_tokens)
     taken = {name: value for name, value in options.items() if name not in NOT_TAKEN}
-    options = {"do_sample": False, "max_new_tokens": max_tokens, "tokenizer": reader.tokenizer, **taken}
-    max_tokens = options["max_new_tokens"]
-    if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
-        raise InvalidArgument(f"{reason}: ask a shorter question, or read long texts into the memory")
+    options = {"do_sample": False, "tokenizer": reader.tokenizer, **taken, "max_new_tokens": max_tokens}
     begun = time.perf_counter()
     own = options.get("eos_token_id")
     teller.ends += torch.as_tensor([] if own is None else own).flatten().tolist()
@@ -607,13 +625,13 @@ class Conversation:
 
         See ``Reader.ask``.
 
-        If it is interrupted, the tokens of the answer so far are kept.
+        If it is interrupted, the tokens of the answer so far are kept. Nothing of a refused message is.
         """
         check_text("the message", words)
-        check_answered(options)  # before anything is stored
-        self.turns = self._kept()  # another process may have forgotten the session
-        self._complete()
-        asked, start, said = self._framed(words), self._tokens, [turn.text for turn in self.turns[-2:]]
+        new = check_answered(options, max_tokens)
+        asked = self.prompt(words)
+        check_fits(self.reader.model, asked, new)
+        start, said = self._tokens, [turn.text for turn in self.turns[-2:]]
         self._note(Turn(role="user", text=words, time=_now(), start=start))
         teller = AnswerStream(self.reader, self._frame, tell, stop)
         try:
@@ -628,6 +646,14 @@ class Conversation:
             raise
         self._keep(asked, teller.tokens, answer.text, start)
         return answer
+
+    def prompt(self, words: str) -> Prompt:
+        """Return the prompt that ``say`` generates after. Words that no process has answered are kept before it."""
+        check_words(self.reader.model, words)
+        self.turns = self._kept()  # another process may have forgotten the session
+        if self.turns and self.turns[-1].role == "user":
+            self._keep(self._framed(self.turns[-1].text), [], "", self.turns[-1].start)
+        return self._framed(words)
 
     def forget_last(self) -> bool:
         """Take back the last exchange and its traces, and return whether there was one.
@@ -699,11 +725,6 @@ class Conversation:
         names = [*(name for name in dict.fromkeys(others) if name != self.name), *([self.name] * goes_on)]
         with changed(reader, names=names), reader.seeing(tail=goes_on):
             yield
-
-    def _complete(self) -> None:
-        """Keep the words that a process heard before it ended without an answer."""
-        if self.turns and self.turns[-1].role == "user":
-            self._keep(self._framed(self.turns[-1].text), [], "", self.turns[-1].start)
 
     def _keep(self, asked: Prompt, tokens: list[int], text: str, start: int) -> None:
         # A process may have been killed after it appended words and before it noted so. They are not said twice.

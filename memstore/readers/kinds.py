@@ -429,8 +429,11 @@ def load_folder(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a user's ``text``, without special tokens and without a warning about its length."""
+def encode(tokenizer: Any, text: str, *, controls: bool = False) -> list[int]:
+    """Return the token ids of a user's ``text``, without special tokens and without a warning about its length.
+
+    ``controls``: names of control tokens in it mean these tokens. Raises ``InvalidArgument`` for a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -438,7 +441,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             f"the text contains a lone surrogate ({error}): replace it by a valid character"
         ) from None
     # A text may quote "<|endoftext|>". The control token of this name would end what the model has understood.
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": not controls}
+    ids: list[int] = tokenizer(text, **options)["input_ids"]
     return ids
 
 

@@ -52,9 +52,12 @@ UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u34
 """Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 _ENGLISH = {"the", "who", "how", "why", "did", *(word for word in FUNCTION_WORDS if len(word) > 3)}
 """Words that tell an English question from others. "Is", "in" and "was" are words of other languages too."""
-_LISTS = re.compile(r"\b(all|each|every|list|which \w+s|(what|who) (are|were) (the|my|our|your|their))\b")
+_LISTS = re.compile(
+    r"\b((?<!at )(?<!after )all|each|every|list|which (?!is\b|was\b|has\b|does\b|\w+[su]s\b)\w+s"
+    r"|(what|who) (are|were) (the|my|our|your|their))\b"
+)
 """Words of an English question that asks for a list."""
-_BETWEEN = re.compile(r"[,;]?\s+(?:and|or|than)\s+|[,;]\s+", re.IGNORECASE)
+_BETWEEN = re.compile(r"[,;]?(?<!\s)\s+(?:and|or|than)\s+|[,;]\s+", re.IGNORECASE)
 """The text between things that an English question asks for."""
 _CONTRACTED = re.compile("\\b\\w+n['\u2019]t\\b|['\u2019](?:re|ve|ll|d|m|s)\\b")
 """Parts of English words that would count as words of their own."""
@@ -187,7 +190,7 @@ def _asked_for(
     first = dict[str, Place]()
     for place in chosen:
         first.setdefault(texts[place], place)
-    return [*first.values()][: max(CANDIDATES, len(parts))]
+    return [*first.values()][: max(CANDIDATES, 1 + len(parts))]
 
 
 def _parts(question: str) -> list[str]:

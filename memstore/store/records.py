@@ -31,16 +31,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFou
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
-ITEM_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int8": 1,
-    "uint8": 1,
-    "json": 1,
-}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "json": 1}
 """Size of one element of each dtype that a record can have, in bytes. ``json`` is UTF-8 text."""
 
 MAX_DIMENSIONS = 8

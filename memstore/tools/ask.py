@@ -124,6 +124,8 @@ def ask(
     question = sys.stdin.read() if question == STDIN else question
     if not question.strip():
         raise InvalidArgument("the question is empty. Pass some words.")
+    if raw and system is not None:
+        raise InvalidArgument("--raw leaves out the chat template, which --system needs: give one of them")
     with waiting("loading the model", show=not json):
         use_threads(threads)
         opened = memstore.open(memory, mode="r", index=index, device=device)
@@ -207,7 +209,7 @@ def _number(text: str) -> int:
     """Parse how many sources ``text`` asks for."""
     if text == "all":
         return sys.maxsize
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > len(str(sys.maxsize)):
         raise InvalidArgument(f"--sources must be a number of blocks, or all, not {text!r}")
     return int(text)
 

@@ -459,13 +459,7 @@ def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[di
 
 
 def _read_one(
-    reader: Reader,
-    text: FileText,
-    ids: Tensor,
-    noted: Mapping[str, str],
-    *,
-    many: bool,
-    read: ReadResult | None = None,
+    reader: Reader, text: FileText, ids: Tensor, noted: Mapping[str, str], *, many: bool, read: ReadResult | None = None
 ) -> dict[str, Any]:
     """Read the text ``ids`` of a file, record the file, and return the result.
 

@@ -21,16 +21,7 @@ from memstore.errors import NotFound
 from memstore.readers.kinds import Kind, require_transformers
 from memstore.report import Page, Report
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.verb import (
-    Device,
-    Dtype,
-    Interruption,
-    Json,
-    Threads,
-    parameters_of,
-    use_threads,
-    values_of,
-)
+from memstore.tools.verb import Device, Dtype, Interruption, Json, Threads, parameters_of, use_threads, values_of
 
 if TYPE_CHECKING:
     from memstore.train.options import RunOptions
@@ -119,8 +110,7 @@ def router(
         typer.Option(help="Train for this stock model: smollm2, a Hugging Face directory, a GGUF file or a hub id."),
     ] = SMOLLM2,
     test: Annotated[
-        list[Path] | None,
-        typer.Option(help="Test on the questions in this other file. May be repeated."),
+        list[Path] | None, typer.Option(help="Test on the questions in this other file. May be repeated.")
     ] = None,
     half: Annotated[str, typer.Option(help="Train on this half of the questions: chosen, held-out or all.")] = "chosen",
     steps: Annotated[int, typer.Option(min=1, help="Train for this many steps of up to 24 questions.")] = 600,

@@ -37,7 +37,7 @@ REQUEST_SECONDS = 10.0
 """Seconds within which a new connection, or a request that has begun, must send a whole request."""
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:@/?#\[\]]+))(?::[0-9]{1,5})?")
 """RFC 9110, 7.2: an address in brackets, or a name or address without a colon; then a port."""
-_PATH = re.compile(r"""(?<![\w.~/-])(?:[a-z][\w+.-]*://)?/([\w.-]+)/[^\s'",;:?()]*""")
+_PATH = re.compile(r"""(?<![\w.~/-])(?:[a-z][\w+.-]{0,30}://)?/([\w.-]+)/[^\s'",;:?()]*""")
 
 
 def without_paths(error: Exception, *memories: str) -> str:

@@ -176,7 +176,12 @@ class NeedleRows(Dataset[Any]):
         count: int,
         seed: int,
     ) -> None:
-        """``texts``: the texts around the needles. ``count``: batches."""
+        """``texts``: the texts around the needles. ``count``: batches. Raises ``InvalidArgument`` for a short text."""
+        longest = (max(*recipe.blocks, *(recipe.closing_blocks if recipe.closing else ())) + 1) * tokens_per_block
+        if (shortest := min(map(len, texts))) <= longest:
+            raise InvalidArgument(
+                f"a text has {shortest:,} tokens, but rows of {recipe.name} have up to {longest:,}: train on more text"
+            )
         self._recipe = recipe
         self._phrases = _VariedPhrases(tokenizer, 0, 0)
         self._distractions = _Distractions(tokenizer)

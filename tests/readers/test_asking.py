@@ -312,8 +312,14 @@ def test_a_question_refers_by_words_like_it_or_by_having_few() -> None:
 def test_the_question_is_found_between_its_labels() -> None:
     assert question_in(None, ["Question: Who came?\nAnswer:"])[0] == "Who came?"
     assert question_in(None, ["Q: Who went?\nA: Ada.\n\nQ: Who\ncame?\nA: "])[0] == "Who\ncame?"
-    for text in ("Question: Who came?", "The question: who came?\nAnswer: Ada.", "Answer: Ada"):
+    for text in ("Question: Who came?", "The question: who came?\nAnswer: Ada.", "Answer: Ada", "Q:\n\nA:"):
         assert question_in(None, [text])[0] == text
+
+
+@pytest.mark.timeout(20)  # a tenth of a second; an hour in a search that goes back
+@pytest.mark.parametrize("text", ["Q:" + "\n" * 50_000 + "who?", "q: a b c\n" * 20_000, "Q:\n" * 20_000 + "A:"])
+def test_many_labels_and_lines_take_linear_time(text: str) -> None:
+    assert question_in(None, [text])[0]
 
 
 def test_a_frame_around_a_question_finds_the_same(reader: Reader) -> None:
@@ -335,6 +341,8 @@ REFUSED: dict[str, Any] = {
     "return_dict_in_generate": True,
     "inputs": torch.tensor([[1, 2]]),
     "input_ids": torch.tensor([[1, 2]]),
+    "query": "What else?",
+    "opening": 2,
 }
 
 
@@ -355,6 +363,13 @@ def test_an_answer_takes_the_options_of_generate_for_its_length_and_end(reader: 
     assert answer(max_new_tokens=2, streamer=None, return_dict_in_generate=False).text == "on"
     with pytest.raises(InvalidArgument, match="max_new_tokens must be a whole number"):
         answer(max_new_tokens=None)
+    for wrong in (0, -1, "5", None, 2.5, True):
+        with pytest.raises(InvalidArgument, match="max_tokens must be a whole number"):
+            answer(max_tokens=wrong)
+    with pytest.raises(InvalidArgument, match="most must be a whole number"):
+        answer(max_tokens=2).sources(-1)
+    with pytest.raises(InvalidArgument, match="lone surrogate"):
+        answer(system="Be brief\ud800.")
     assert answer(stop_strings=["two"]).text == "one two"
     (letter,) = reader.tokenizer("w", add_special_tokens=False).input_ids
     for raw in (False, True):

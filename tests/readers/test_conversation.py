@@ -136,7 +136,14 @@ def test_an_option_that_is_refused_leaves_nothing_in_the_conversation(tmp_path: 
             conversation.say("Hello.", num_beams=2)
         with pytest.raises(InvalidArgument, match="max_new_tokens must be a whole number"):
             conversation.say("Hello.", max_new_tokens="3")
+        with pytest.raises(InvalidArgument, match="max_tokens must be a whole number"):
+            conversation.say("Hello.", max_tokens=0)
+        for long in ("x" * 70_000, "x" * 2000):  # in characters, in tokens
+            with pytest.raises(InvalidArgument, match="at most"):
+                conversation.say(long)
         assert conversation.turns == reader.chat("today").turns == []
+        assert conversation.say("Hello.", max_tokens=2).tokens
+        assert [turn.role for turn in conversation.turns] == ["user", "assistant"]
 
 
 def test_conversations_of_one_name_in_two_memories_stay_apart(tmp_path: Path) -> None:

@@ -397,6 +397,10 @@ def test_as_many_paragraphs_are_quoted_as_the_question_asks_for(question: str, n
         (2, "What are the countries with a steep hill?", 4),
         (2, "Which country has a steep hill?", 1),
         (2, "What are hills like if they are steep?", 1),
+        (2, "Which is the country with a steep hill?", 1),
+        (2, "Which bus goes to a country with a steep hill?", 1),
+        (2, "Is a hill steep at all in any country?", 1),
+        (2, "Is all of a hill steep?", 4),
         (2, "In what countries is a hill steep?", 1),
         (2, "Welche Orte haben hill steep?", 1),  # only English words tell it
         (0, "Which countries have a steep hill and a flat coast?", 1),
@@ -441,6 +445,11 @@ def test_the_parts_of_a_question_stand_between_conjunctions_and_commas(question:
     assert _parts(question) == parts
 
 
+@pytest.mark.timeout(20)  # some hundredths of a second
+def test_many_spaces_between_the_parts_of_a_question_take_linear_time() -> None:
+    assert _parts("a" + " " * 100_000 + "b" + " \n" * 50_000 + "and c") == ["a" + " " * 100_000 + "b", "c"]
+
+
 def test_a_paragraph_for_each_part_of_a_question_is_quoted() -> None:
     one, two, both, none = {"cake"}, {"ferry", "winter"}, {"cake", "ferry", "winter"}, set[str]()
     parts = ["Who brings the cake", "does the ferry go in winter"]
@@ -454,6 +463,9 @@ def test_a_paragraph_for_each_part_of_a_question_is_quoted() -> None:
         places = {("table", number): words for number, words in enumerate(told)}
         texts = {place: str(place) for place in places}
         assert [number for _, number in _asked_for(places, texts, parts, lists=False)] == best
+    words = ("fig", "oak", "elm", "yew")
+    places = {("table", number): {word} for number, word in enumerate(("tree", *words))}
+    assert [*_asked_for(places, {place: str(place) for place in places}, words, lists=False)] == [*places]
 
 
 def test_notes_that_share_no_word_are_quoted_for_a_question_in_two_parts() -> None:

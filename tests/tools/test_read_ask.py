@@ -129,6 +129,8 @@ def test_a_question_goes_into_the_chat_template_unless_it_is_raw(
         prompts = [instruct_tokenizer().decode(trace.info["prompt"]) for trace in memory.traces.list()]
     assert prompts == ["<|system|>Be brief.<|end|>\n<|user|>What is new?<|end|>\n<|assistant|>", "What is new?"]
     assert cli("ask", path, "What?", "--sources", "few").code == 2
+    assert cli("ask", path, "What?", "--sources", "9" * 5000).code == 2
+    assert "--raw leaves out" in cli("ask", path, "What?", "--raw", "--system", "Be brief.").err
 
 
 def test_a_memory_made_in_python_is_asked_and_shown_in_the_shell(cli: Cli, tmp_path: Path, model_folder: Path) -> None:

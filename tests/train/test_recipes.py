@@ -39,6 +39,13 @@ def rows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> NeedleRows:
     return NeedleRows(recipe, tokenizer, texts, BLOCK, 100, 0)
 
 
+def test_a_text_that_is_shorter_than_a_row_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    recipe = next(iter(RECIPES.values()))
+    texts = [*corpora.encoded([prose_text()[:60_000], "A line of text.\n"], tokenizer)]
+    with pytest.raises(InvalidArgument, match=rf"rows of {recipe.name} have up to [\d,]+: train on more text"):
+        NeedleRows(recipe, tokenizer, texts, BLOCK, 100, 0)
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_batch_depends_on_seed_and_number_alone(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     rows, again = rows_of(RECIPES[name], tokenizer), rows_of(RECIPES[name], tokenizer)

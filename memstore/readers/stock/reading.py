@@ -45,14 +45,7 @@ class SegmentReading:
     """The state of reading one document."""
 
     def __init__(
-        self,
-        hooks: Hooks,
-        job: Job,
-        after: _RecurrentStates,
-        *,
-        window: int,
-        sink: int,
-        segment: int,
+        self, hooks: Hooks, job: Job, after: _RecurrentStates, *, window: int, sink: int, segment: int
     ) -> None:
         """``after``: the states of layers without attention to continue from, usually at the document's end."""
         hooks.weights.check()

@@ -391,14 +391,7 @@ class _Placement:
 
 
 def place(
-    kind: Positions,
-    *,
-    sink: range,
-    direct: range,
-    blocks: Tensor,
-    slots: Tensor,
-    block_size: int,
-    limit: int,
+    kind: Positions, *, sink: range, direct: range, blocks: Tensor, slots: Tensor, block_size: int, limit: int
 ) -> _Placement:
     """Place ``sink`` and ``direct`` (ranges of token numbers) and the retrieved ``blocks [B, heads, K]``.
 

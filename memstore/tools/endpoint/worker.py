@@ -305,7 +305,7 @@ def converse(
             code="session_limit",
         )
     conversation = reader.chat(session, **({} if ask.system is None else {"system": ask.system}))
-    options = _options(ask, reader, job, len(encode(reader.tokenizer, ask.question)))
+    options = _options(ask, reader, job, len(conversation.prompt(ask.question).tokens))
     made = conversation.say(ask.question, tell=job.tell, trace=trace, stop=ask.stop, **options)
     said = len(reader.memory.document(conversation.name)) - conversation.turns[-1].start
     return _result(made, job, said - len(made.tokens))
