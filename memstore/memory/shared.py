@@ -250,7 +250,8 @@ def next_document_record(number: int) -> Record:
 
 
 def not_found(name: str, url: str, names: list[str]) -> NotFound:
-    """Return the error for a missing document."""
+    """Return the error for a missing document. Of ``names``, those that contain its name come first."""
+    names = sorted(names, key=lambda known: name.lower() not in known.lower())
     shown = ", ".join(repr(known) for known in names[:10]) + (f" and {len(names) - 10:,} more" * (len(names) > 10))
     return NotFound(f"memory {url} has no document {name!r}; it has {shown or 'none'}.")
 

@@ -121,11 +121,11 @@ class Answer:
     quoted: list[tuple[str, int]]
     """The blocks whose paragraph also stood as text before the question, best first."""
     absent: list[str] | None
-    """Words of the question that the quoted paragraphs lack. None if nothing was quoted, if the question refers to what
-    was said before it, or if its words cannot be told apart (one word, a language other than English, or a long text
-    without a question in it)."""
+    """Words of the question that the quoted paragraphs and the names of their documents lack. None if nothing was
+    quoted, if the question refers to what was said before it, or if its words cannot be told apart (one word, a
+    language other than English, or a long text without a question in it)."""
     coverage: float | None
-    """The share of the question's words that the quoted paragraphs have, from 0 to 1; None where ``absent`` is None."""
+    """The share of the question's words that are not ``absent``, from 0 to 1; None where that is None."""
     missing: dict[tuple[str, int], str]
     """Blocks that could not be read and are missing in the answer, as (document, block), with the reason. Empty unless
     ``Retrieval(on_error="miss")``."""
@@ -146,9 +146,10 @@ class Answer:
         return None if self.coverage is None else self.coverage >= LEAST_COVERAGE
 
     def sources(self, most: int = MAX_SOURCES) -> list[Passage]:
-        """Return the ``most`` blocks that matter most for the answer: quoted ones, best first, then by attention.
+        """Return the ``most`` blocks that matter most for the answer: quoted ones, best first, then by score.
 
-        Call it while the memory is open. Documents whose name is in several of the attached memories are left out.
+        If the model's tokens choose blocks for themselves, these come by attention. Call it while the memory is open.
+        Documents whose name is in several of the attached memories are left out.
         """
         check_whole("most", most, 0, 2**63)
         words = f"{self.question}\n{self.text}"
@@ -536,7 +537,7 @@ def generate_answer(
             if best and fits:
                 quoted, prompt = best, longer
                 if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
-                    lacking = absent(looked_up, text)
+                    lacking = absent(looked_up, " ".join((text, *(name for name, _ in quoted))))
     options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = reader.memory.traces if trace else Traces(None, reader.memory.url)

@@ -46,8 +46,11 @@ BORDER_TOKENS = 256
 """Sentences at the borders of a block may begin and end so many tokens before and after it."""
 PAGE = 1 << 14
 """Most tokens of a first page. Its end is searched for within them."""
-SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])|[\n\f]+")
-"""The end of a sentence, but not after "Dr." and the like."""
+SENTENCES = re.compile(
+    r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])"
+    r"|\n[\n\f]+|\f[\n\f]*|\n(?![a-z])|(?<![^\n\f]{40})\n"
+)
+"""The end of a sentence, but not after "Dr." and the like, or where a long line goes on with a small letter."""
 UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 _ENGLISH = {"the", "who", "how", "why", "did", *(word for word in FUNCTION_WORDS if len(word) > 3)}
@@ -61,8 +64,12 @@ _BETWEEN = re.compile(r"[,;]?(?<!\s)\s+(?:and|or|than)\s+|[,;]\s+", re.IGNORECAS
 """The text between things that an English question asks for."""
 _CONTRACTED = re.compile("\\b\\w+n['\u2019]t\\b|['\u2019](?:re|ve|ll|d|m|s)\\b")
 """Parts of English words that would count as words of their own."""
-_REQUESTING = {"please", "tell", "explain", "describe"}
+_PLURAL = re.compile(r"(?<=\w{2}[^\Wsiu])s\Z")
+"""The end of "huts", not of "gas", "bus", "boss" or "analysis"."""
+_REQUESTING = {"please", "tell", "explain", "describe", "many", "much"}
 """Words that ask, and say nothing of what is asked about."""
+_ANSWERING = {"yes", "no", "cannot", "there", "also", "only", "so", "because", "will", "would", "may", "might", "must"}
+"""Words of answers, which need no source."""
 
 
 Reader = Any
@@ -307,9 +314,16 @@ def written_with(
     quoted: Sequence[Place] = (),
     most: int = MAX_SOURCES,
 ) -> list[Passage]:
-    """Return the passages of an answer: ``quoted`` blocks, then those ``used``, as (document, block, attention)."""
+    """Return the passages of an answer: ``quoted`` blocks, then those ``used``, as (document, block, attention).
+
+    If the question chose them, the best scores come first. Attention says less: the first tokens of any document get
+    much of it. Otherwise ``used`` has the order.
+    """
     parts = {(document, block): part for document, block, part in used}
-    places = [*quoted, *(place for place in parts if place not in quoted)][:most]
+    others = [place for place in parts if place not in quoted]
+    if reader.takes_questions:
+        others.sort(key=lambda place: scores.get(place, -math.inf), reverse=True)
+    places = [*quoted, *others][:most]
     found = passages(reader, [Match(*place, parts.get(place, 0.0)) for place in places], words)
     return [
         replace(each, score=scores.get(place), attention=parts.get(place), quoted=place in quoted)
@@ -321,16 +335,19 @@ def written_with(
 def unsupported(reader: Reader, places: Iterable[Place], question: str, answer: str) -> list[str]:
     """Return words of ``answer`` that are neither in ``question`` nor at ``places`` (document, block), in order.
 
-    Two words are the same if they begin with the same ``STEM`` letters. Words that every text has do not count.
+    Two words are the same if they begin with the same ``STEM`` letters, or differ in a plural's s. Words that every
+    text has do not count. The name of a document is a part of it.
     """
-    known = _stems(question)
+    places = [*places]
+    known = _stems(" ".join((question, *(name for name, _ in places))))
     for name, block in places:
         for memory in reader.memories:
             with suppress(DamagedError, NotFound):  # damaged since, or a block of another document of this name
                 if document := stored([memory], name):
                     known |= _stems(_Surroundings.of(reader.tokenizer, document, block).text)
     words = dict.fromkeys(words_of(_CONTRACTED.sub("", unicodedata.normalize("NFC", answer).lower())))
-    return [word for word in words if word not in FUNCTION_WORDS and _stem(word) not in known]
+    own = FUNCTION_WORDS | _ANSWERING
+    return [word for word in words if word not in own and _stem(word) not in known]
 
 
 def absent(question: str, text: str) -> tuple[list[str], float] | None:
@@ -353,9 +370,10 @@ def _stems(text: str) -> set[str]:
 
 
 def _stem(word: str) -> str:
-    """Return what identifies a word: its first letters, without accents, which many people do not type."""
+    """Return what identifies a word: its first letters, without a plural's s, and accents, which many do not type."""
     letters = unicodedata.normalize("NFD", word)
-    return "".join(letter for letter in letters if not unicodedata.combining(letter))[:STEM]
+    plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
+    return _PLURAL.sub("", plain)[:STEM]
 
 
 def passages(reader: Reader, matches: Sequence[Match], words: str) -> list[Passage]:

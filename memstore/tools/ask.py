@@ -107,7 +107,7 @@ def ask(
 
     The question is put into the model's chat template, behind the paragraph that fits it best, or one for each thing
     that it asks for. The answer is printed as it is written. Below it are its sources, each with its line in
-    the document: the quoted blocks, and those with most of the model's attention. An answer that repeats itself (the
+    the document: the quoted blocks, and those with the best scores. An answer that repeats itself (the
     same 4 to 32 tokens six times) is ended. A model without a chat template continues the question's words. With --raw
     every model does so. With --trace the blocks of each token are also recorded, beside the memory. With --csv,
     standard output has the sources, and standard error the answer.

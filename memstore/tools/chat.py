@@ -14,7 +14,16 @@ import typer
 import memstore
 from memstore.errors import MemstoreError, NotFound
 from memstore.report import Page, Report
-from memstore.tools.ask import all_but_chats, attached, described, in_no_source, opened_when_free, say, source_line
+from memstore.tools.ask import (
+    all_but_chats,
+    attached,
+    described,
+    in_no_source,
+    nothing_found,
+    opened_when_free,
+    say,
+    source_line,
+)
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name, usual_dtype
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
@@ -162,7 +171,7 @@ def _talk(talk: _Talk, max_tokens: int, *, json: bool) -> list[dict[str, Any]]:
                         answer = conversation.say(words.strip(), tell=say, max_tokens=max_tokens, trace=True)
                         if json:
                             answers.append(described(answer, answer.sources(SOURCES)))
-                    _line("")
+                    _line("" if answer.found is not False else f"\n{nothing_found(answer.absent)}")
         except KeyboardInterrupt:
             _line("\n(stopped; the answer so far is stored)")
         except MemstoreError as error:  # in one turn; the conversation continues

@@ -172,12 +172,7 @@ def filled(states: Tensor, tokens: int, block_size: int) -> Tensor:
 def norm_summary(vectors: Tensor) -> dict[str, float]:
     """Return the number of vectors along the last dimension, and the range of their Euclidean norms."""
     norms = vectors.float().norm(dim=-1)
-    return {
-        "vectors": norms.numel(),
-        "min": norms.min().item(),
-        "mean": norms.mean().item(),
-        "max": norms.max().item(),
-    }
+    return {"vectors": norms.numel(), "min": norms.min().item(), "mean": norms.mean().item(), "max": norms.max().item()}
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:

@@ -11,7 +11,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.lazy import torch
 from memstore.report import Page, Report
-from memstore.tools.ask import Dtype, search_text
+from memstore.tools.ask import Dtype, all_but_chats, search_text
 from memstore.tools.files import read_bytes
 from memstore.tools.listing import decode
 from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, argument, index_bar, use_threads
@@ -35,7 +35,7 @@ Vector = Annotated[
         help="Search with the queries in this NumPy file ([D], [H, D] or [H, T, D]), or - for standard input.",
     ),
 ]
-DocumentName = Annotated[str | None, typer.Option(help="Search only this document.")]
+DocumentName = Annotated[str | None, typer.Option(help="Search this document. Default: all except chats.")]
 Layer = Annotated[
     int | None,
     typer.Option(min=0, help="Use the landmarks or queries of this layer. Default: one that suits the model."),
@@ -86,7 +86,8 @@ def search(
         )
     use_threads(threads)
     with memstore.open(memory, mode="r", device=device) as opened, index_bar():
-        documents = opened.documents() if document is None else [opened.document(document)]
+        names = all_but_chats(opened) if document is None else [document]
+        documents = [opened.document(name) for name in names] or opened.documents()
         if text is not None:
             found = search_text(opened, text, documents, model, layer=layer, top_k=top_k, dtype=dtype, device=device)
         elif block is not None:

@@ -367,7 +367,8 @@ class Filter:
         return found
 
     def _fits(self, name: str, fact: Mapping[str, Any]) -> bool:
-        if self.match and not any(fnmatchcase(name, each) for each in self.match):
+        names = (name, name.rpartition("/")[2])
+        if self.match and not any(fnmatchcase(one, each) for one in names for each in self.match):
             return False
         noted = _dict(fact.get("meta"))
         if any(noted.get(key) != value for key, value in self.meta.items()):

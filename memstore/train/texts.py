@@ -96,12 +96,7 @@ def train_recipe(
     family = family if family.of_recipe is None else family.of_recipe(recipe)
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
     around = ["\n\n".join(Documents(texts))] if texts else [prose_text(), sources()]
-    settings = {
-        "kind": "recipe",
-        "recipe": recipe.to_dict(),
-        "texts": digest(around),
-        **start.settings(),
-    }
+    settings = {"kind": "recipe", "recipe": recipe.to_dict(), "texts": digest(around), **start.settings()}
     with session(out, settings, recipe.optimisation, runtime or Runtime()) as opened:
         return opened.run.report or _by_recipe(opened, start, recipe, around)
 

@@ -18,7 +18,7 @@ from memstore.index.words import words_of
 from memstore.readers import asking
 from memstore.readers import passages as passages_of
 from memstore.readers.asking import Answer
-from memstore.readers.passages import _asked_for, _fitting, _paragraphs, _parts, _telling, absent, quoted_in
+from memstore.readers.passages import SENTENCES, _asked_for, _fitting, _paragraphs, _parts, _telling, absent, quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying
@@ -183,6 +183,8 @@ def test_what_is_quoted_is_told_first_among_the_sources_and_in_the_trace() -> No
         sources = answer.sources()
         assert [(each.document, each.block) for each in sources[:2]] == answer.quoted
         assert [each.quoted for each in sources] == [True] * 2 + [False] * 6
+        scores = [each.score for each in sources[2:] if each.score is not None]
+        assert scores == sorted(scores, reverse=True) != []
         assert len(answer.sources(1)) == 1
         trace = reader.memory.traces.get(answer.trace or 0)
         assert quoted_in(trace) == answer.quoted
@@ -198,6 +200,7 @@ def test_what_is_quoted_is_told_first_among_the_sources_and_in_the_trace() -> No
         ("In line 7 nothing is new.", []),
         ("The log is telling of Berlin and 1987, Berlin!", ["berlin", "1987"]),
         ("What is it?", []),
+        ("Yes, logs; no, there will be only a log in Berlin.", ["berlin"]),
         ("I'm telling you: it isn't Berlin's log. You’ve DON'T.", ["berlin"]),
     ],
 )
@@ -214,6 +217,7 @@ def test_words_of_an_answer_that_no_source_has_are_told(said: str, own: list[str
     [
         ("What does the log say in line 7?", ["say"], 0.75, True),
         ("Which mountains of Peru are in the log?", ["mountains", "peru"], 1 / 3, False),
+        ("How many logs tell of peaks?", ["peaks"], 0.5, True),  # "log" is the document's name
         ("Why?", None, None, None),
         ("\u706f\u5854\u662f \u8c01\u5efa\u7684\uff1f", None, None, None),
         ("Wie hoch ist der Leuchtturm?", None, None, None),
@@ -259,6 +263,18 @@ def test_an_answer_that_says_it_does_not_know_found_nothing(said: str, found: bo
 def test_a_word_is_the_same_however_its_accents_are_written(asked: str, form: Literal["NFC", "NFD"]) -> None:
     text = unicodedata.normalize(form, "Jos\u00e9 O'Neill keeps the lighthouse.")
     assert absent(f"Why doesn\u2019t {asked}'s phone ring?", text) == (["phone", "ring"], 0.6)
+
+
+def test_a_sentence_goes_on_behind_a_long_line_that_ends_in_it() -> None:
+    long = "The repair is done by the garage on the corner of our street"
+    for text, parts in (
+        (f"{long}\nand costs 640 euros.", 1),
+        (f"{long}\nAnd it costs 640 euros.", 2),
+        (f"{long}\n\nand costs 640 euros.", 2),
+        (f"{long}\n- and costs 640 euros.", 2),
+        ("price: 640\ncurrency: euro", 2),
+    ):
+        assert len(SENTENCES.split(text)) == parts, text
 
 
 def test_without_a_quote_nothing_is_said_of_the_questions_words() -> None:

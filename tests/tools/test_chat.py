@@ -96,6 +96,16 @@ def test_a_chat_reads_shows_its_sources_and_forgets(talk: Callable[..., Outcome]
         assert memory.documents() == []
 
 
+def test_a_chat_says_when_the_memory_may_have_nothing_on_a_question(
+    talk: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
+    read = f"/read {tmp_path / 'note.md'}"
+    told = talk(read, "Where does the key of the cottage hang?", "Which mountains of Peru are the highest?").out
+    assert told.count("(the memory may have nothing on this") == 1
+    assert "lacks mountains, peru, highest)" in told
+
+
 def test_with_json_the_conversation_is_on_standard_error(talk: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
     done = talk(f"/read {tmp_path / 'note.md'}", "Where is the key?", more=("--json",))

@@ -913,6 +913,7 @@ def test_documents_are_asked_by_name_time_and_what_was_noted(
         return done.json["documents"] if done.code == 0 else (done.code, done.json["message"])
 
     assert asked("--match", "notes/*.md") == ["notes/new.md", "notes/old.md"]
+    assert asked("--match", "old.md") == ["notes/old.md"]
     assert asked("--match", "notes/*.md", "--since", "7d") == ["notes/new.md"]
     assert asked("--since", "2001-01-01") == asked("--meta", "place=island") == ["ship", "notes/new.md", "notes/old.md"]
     monkeypatch.setattr(verb, "load_model", no_model)  # what is noted of a file that is as it was needs none

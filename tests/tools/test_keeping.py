@@ -130,6 +130,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["expire", "{memory}", "whale", "--after", "9999999w"], 2, "--after must be a time"),
         (["expire", "{memory}", "boat", "--after", "1d"], 3, "has no document 'boat'"),
         (["pin", "{memory}", "boat"], 3, "has no document 'boat'; it has 'whale', 'ship'"),
+        (["pin", "{memory}", "Hip"], 3, "has no document 'Hip'; it has 'ship', 'whale'"),
         (["unpin", "{memory}/none", "whale"], 3, "none"),
         (["repair", "{memory}/none"], 3, "none"),
         (["compact", "ram:"], 2, "would be lost"),

@@ -49,6 +49,14 @@ def test_a_text_is_searched_with_the_model_that_read(cli: Cli, notes: Path) -> N
     assert [int(line[1]) for line in lines[1:]] == [match["block"] for match in data["matches"]]
 
 
+def test_chats_are_searched_only_by_name(cli: Cli, notes: Path) -> None:
+    with memstore.open(notes) as memory:
+        memory.document("log").fork("chat/log")
+    for options, found in (((), {"log"}), (("--document", "chat/log"), {"chat/log"})):
+        data = cli("search", notes, "--text", "Line 7 of the log", *options, "--json").json
+        assert {match["document"] for match in data["matches"]} == found
+
+
 def test_a_block_finds_others_that_are_like_it(cli: Cli, notes: Path) -> None:
     matches = cli("search", notes, "--block", "log:3", "--top-k", 4, "--json").json["matches"]
     assert len(matches) == 4

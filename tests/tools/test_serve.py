@@ -216,7 +216,9 @@ def test_the_client_of_openai(port: int) -> None:
         raw = client.completions.create(model="cottage", prompt="The key", max_tokens=4)
         with client.completions.create(model="cottage", prompt="The key", max_tokens=4, stream=True) as stream:
             assert "".join(each.choices[0].text for each in stream) == raw.choices[0].text
-        with pytest.raises(openai.NotFoundError, match=r"there is no memory called 'whale'\. There are cottage, ferry"):
+        with pytest.raises(
+            openai.NotFoundError, match=r"there is no memory called 'whale'\. This server has: cottage, ferry"
+        ):
             client.completions.create(model="whale", prompt="The key")
 
 

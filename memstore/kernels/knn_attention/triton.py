@@ -189,14 +189,7 @@ def knn_attention(
 class _KnnAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ids: Tensor,
-        scale: Tensor,
-        local: Tensor | None,
-        gate: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         q, ids, scale = (x.contiguous() for x in (q, ids, scale))
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))

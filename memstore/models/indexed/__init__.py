@@ -13,11 +13,7 @@ if TYPE_CHECKING:
     from memstore.models.indexed.reader import IndexedReader
 else:
     __getattr__ = lazy(
-        __name__,
-        {
-            "family": "FAMILIES, Projections, IndexedFamily, IndexedLayer, family_of",
-            "reader": "IndexedReader",
-        },
+        __name__, {"family": "FAMILIES, Projections, IndexedFamily, IndexedLayer, family_of", "reader": "IndexedReader"}
     )
 
 __all__ = ["FAMILIES", "IndexedFamily", "IndexedLayer", "IndexedReader", "Projections", "family_of"]

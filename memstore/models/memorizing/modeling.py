@@ -45,12 +45,7 @@ class _MemorizingLayer(nn.Module):
         )
 
     def forward(
-        self,
-        x: Tensor,
-        past: States | None,
-        empty: Tensor | None,
-        memory: TokenMemory | None,
-        tell: Tell | None = None,
+        self, x: Tensor, past: States | None, empty: Tensor | None, memory: TokenMemory | None, tell: Tell | None = None
     ) -> tuple[Tensor, States]:
         """Return ``[B, T, hidden]`` for ``x [B, T, hidden]``, and the states of the segment."""
         searched = {"memory": memory, "tell": tell} if isinstance(self.attention, KNNAttention) else {}

@@ -88,7 +88,7 @@ class Shelf:
         if self.folder is not None and not model and NAME.fullmatch(memory):
             return memory
         raise Refusal(
-            f"there is no memory called {name[:80]!r}. There are {', '.join(self.served) or 'none'}",
+            f"there is no memory called {name[:80]!r}. This server has: {', '.join(self.served) or 'none'}",
             status=404,
             param="model",
             code="model_not_found",
