@@ -74,13 +74,14 @@ class Words:
         """Return the separator of two tokens."""
         return "" if self.missing is None else " "
 
-    def of(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` for searching. It is not ``printable`` yet."""
+    def of(self, ids: Sequence[int], *, controls: bool = True) -> str:
+        """Return the text of ``ids`` for searching, with control tokens or without. It is not ``printable`` yet."""
         tokenizer, missing = self._tokenizer()
         if missing is not None:
             return " ".join(map(str, ids))
         with self._lock:
-            return str(tokenizer.decode([each for each in ids if 0 <= each <= _LARGEST]))
+            known = [each for each in ids if 0 <= each <= _LARGEST]
+            return str(tokenizer.decode(known, skip_special_tokens=not controls))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text that each of ``ids`` adds.

@@ -14,6 +14,7 @@ import numpy as np
 
 from memstore.errors import DamagedError, NotFound, printable
 from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight, uses
+from memstore.readers.passages import quoted_in
 from memstore.tools.inspector.data import Words, check_part, document_of, sizes
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def live(memory: Memory, words: Words, trace: int = -1) -> dict[str, Any]:
 
 
 def _listed(trace: Trace, words: Words) -> dict[str, Any]:
-    facts, steps = _facts(trace.info), len(trace)
+    facts, steps, quoted = _facts(trace.info), len(trace), [*dict.fromkeys(name for name, _ in quoted_in(trace))]
     return {
         "number": trace.number,
-        "documents": [printable(name) for name in facts["documents"][:3]],
+        "documents": [printable(name[:_LISTED]) for name in (quoted or facts["documents"])[:3]],
         "steps": steps,
         "ended": facts["ended"],
         "quiet": not facts["ended"] and _seconds_since(trace, facts["started"], steps) > _QUIET,
@@ -91,7 +92,7 @@ def _answer(trace: Trace, words: Words, *, ended: bool) -> str:
     found = words.answers.get(trace.number)
     if found is None:
         ids = [token for token in trace.tokens()[:_BEGUN] if token is not None]
-        found = printable(words.of(ids).strip())[:_LISTED]
+        found = printable(words.of(ids, controls=False).strip())[:_LISTED]
         if ended:
             words.answers[trace.number] = found
     return found

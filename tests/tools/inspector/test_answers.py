@@ -201,6 +201,24 @@ def test_scores_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
         assert client.get("/api/live").json()["traces"][0]["steps"] == 1
 
 
+def test_a_trace_is_listed_with_the_documents_it_quoted_and_without_control_tokens(
+    tmp_path: Path, model_folder: Path, encode: PreTrainedTokenizerFast
+) -> None:
+    with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as memory:
+        memory.put_info("model", {"name": str(model_folder)})
+        fill(memory.document("book"), memstore_ids(3 * BLOCK))
+        names = ["a", "b", "c", "book", "x" * 5000]
+        for quoted in ([["book", 1], ["book", 2], ["x" * 5000, 0]], [], "odd"):
+            with memory.traces.record(documents=names, quoted=quoted) as recorder:
+                recorder.begin()
+                recorder.token(encode("y", add_special_tokens=False).input_ids[0])
+                recorder.begin()
+                recorder.token(encode.eos_token_id)
+        odd, usual, told = client_of(Inspector(memory)).get("/api/live").json()["traces"]
+        assert (told["answer"], told["documents"]) == ("y", ["book", "x" * 200])
+        assert usual["documents"] == odd["documents"] == names[:3]
+
+
 @pytest.mark.parametrize(
     "facts",
     [
