@@ -20,6 +20,7 @@ from memstore.memory.shared import Handle
 from memstore.tools.inspector import data, traced
 from memstore.tools.inspector.app import ANSWERS, WRITE_HEADER, Inspector
 from memstore.tools.inspector.data import MOST_BLOCKS, MOST_DOCUMENTS, Words
+from tests.instruct import instruct_tokenizer
 from tests.tools.conftest import Cli, tiny_spec
 from tests.tools.inspector.conftest import ANSWER, HOSTILE, NEEDLE, TOKENS, client_of, ids_of
 from tests.tools.inspector.pages import BLOCK, fill, look, small_spec
@@ -202,18 +203,18 @@ def test_scores_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_listed_with_the_documents_it_quoted_and_without_control_tokens(
-    tmp_path: Path, model_folder: Path, encode: PreTrainedTokenizerFast
+    tmp_path: Path, instruct_folder: Path
 ) -> None:
+    answer = instruct_tokenizer()("y<|end|>", add_special_tokens=False).input_ids
     with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as memory:
-        memory.put_info("model", {"name": str(model_folder)})
+        memory.put_info("model", {"name": str(instruct_folder)})
         fill(memory.document("book"), memstore_ids(3 * BLOCK))
         names = ["a", "b", "c", "book", "x" * 5000]
         for quoted in ([["book", 1], ["book", 2], ["x" * 5000, 0]], [], "odd"):
             with memory.traces.record(documents=names, quoted=quoted) as recorder:
-                recorder.begin()
-                recorder.token(encode("y", add_special_tokens=False).input_ids[0])
-                recorder.begin()
-                recorder.token(encode.eos_token_id)
+                for token in answer:
+                    recorder.begin()
+                    recorder.token(token)
         odd, usual, told = client_of(Inspector(memory)).get("/api/live").json()["traces"]
         assert (told["answer"], told["documents"]) == ("y", ["book", "x" * 200])
         assert usual["documents"] == odd["documents"] == names[:3]
