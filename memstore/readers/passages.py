@@ -98,7 +98,9 @@ class Passage:
     quoted: bool = False
     """Whether a paragraph that overlaps it also stood as text before the question."""
     excerpt: str
-    """The sentence or line of the block with most of the words, rare ones first, and the text after it; on one line."""
+    """The sentence or line with most of the words, rare ones first, and the text after it; on one line.
+
+    It is of the block, or of the paragraph around it if that was quoted."""
     text: str
     """The whole text of the block."""
 
@@ -324,7 +326,7 @@ def written_with(
     if reader.takes_questions:
         others.sort(key=lambda place: scores.get(place, -math.inf), reverse=True)
     places = [*quoted, *others][:most]
-    found = passages(reader, [Match(*place, parts.get(place, 0.0)) for place in places], words)
+    found = passages(reader, [Match(*place, parts.get(place, 0.0)) for place in places], words, quoted)
     return [
         replace(each, score=scores.get(place), attention=parts.get(place), quoted=place in quoted)
         for each in found
@@ -376,7 +378,7 @@ def _stem(word: str) -> str:
     return _PLURAL.sub("", plain)[:STEM]
 
 
-def passages(reader: Reader, matches: Sequence[Match], words: str) -> list[Passage]:
+def passages(reader: Reader, matches: Sequence[Match], words: str, quoted: Sequence[Place] = ()) -> list[Passage]:
     """Return the passages of blocks found with ``words``, without blocks that have left the memories.
 
     Blocks of a document are left out if several memories have one of its name: nothing tells which one was found.
@@ -385,7 +387,10 @@ def passages(reader: Reader, matches: Sequence[Match], words: str) -> list[Passa
     """
     documents = {name: stored(reader.memories, name) for name in {match.document for match in matches}}
     found = [(there, match.block, match.score) for match in matches if (there := documents[match.document])]
-    around = [_Surroundings.of(reader.tokenizer, document, block) for document, block, _ in found]
+    around = [
+        _Surroundings.of(reader.tokenizer, document, block, whole=(document.name, block) in quoted)
+        for document, block, _ in found
+    ]
     weights = _weights({*words_of(words)}, (sentence.words for each in around for sentence in each.sentences))
     places = _places(reader.tokenizer, [(document, block) for document, block, _ in found])
     made = []
@@ -426,10 +431,11 @@ class _Surroundings:
     own: str
     """The text of the block alone."""
     sentences: list[_Sentence]
-    """The sentences that overlap the block."""
+    """The sentences that overlap the block, or its paragraphs."""
 
     @classmethod
-    def of(cls, tokenizer: Any, document: Document, block: int) -> _Surroundings:
+    def of(cls, tokenizer: Any, document: Document, block: int, *, whole: bool = False) -> _Surroundings:
+        """``whole``: with all sentences of its paragraphs."""
         size = document.memory.spec.block_size
         reach, live = -(-BORDER_TOKENS // size), document.blocks
         near = range(max(live.start, block - reach), min(live.stop, block + reach + 1))
@@ -442,7 +448,11 @@ class _Surroundings:
         at = (block - part.start) * size
         own = whole_characters(str(tokenizer.decode(ids[at : at + size], skip_special_tokens=True)))
         text, (start, stop) = _decoded(tokenizer, ids, [at, at + size])
-        spans = [each for each in _between(SENTENCES, text, 0, len(text)) if each[0] < stop and each[1] > start]
+        first, last = start, stop
+        if whole:
+            first = max((each.end() for each in BLANK.finditer(text, 0, start)), default=0)
+            last = end.start() if (end := BLANK.search(text, stop)) else len(text)
+        spans = [each for each in _between(SENTENCES, text, 0, len(text)) if each[0] < last and each[1] > first]
         there = [_Sentence(*each, words_of(text[slice(*each)])) for each in spans]
         return cls(text, start, own, there)
 

@@ -125,9 +125,7 @@ def _set(memory: str, name: str, *, pinned: bool) -> Report:
 After = Annotated[
     str,
     typer.Option(
-        metavar="TIME",
-        help="Forget after this time from now: 45m, 12h, 30d or 8w; or never.",
-        show_default=False,
+        metavar="TIME", help="Forget after this time from now: 45m, 12h, 30d or 8w; or never.", show_default=False
     ),
 ]
 
@@ -179,8 +177,7 @@ MaxBytes = Annotated[
 WhenFullOption = Annotated[
     Literal["refuse", "evict-oldest-document", "evict-least-read"] | None,
     typer.Option(
-        metavar="RULE",
-        help="Rule for an append that finds no room: refuse, evict-oldest-document or evict-least-read.",
+        metavar="RULE", help="Rule for an append that finds no room: refuse, evict-oldest-document or evict-least-read."
     ),
 ]
 

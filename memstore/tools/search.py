@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from memstore.memory.search import Match
 
 Words = Annotated[
-    str | None,
-    argument("[TEXT]", "Words to search with. The model that read the memory turns them into queries."),
+    str | None, argument("[TEXT]", "Words to search with. The model that read the memory turns them into queries.")
 ]
 Text = Annotated[str | None, typer.Option(help="Words to search with, given as an option.")]
 Block = Annotated[str | None, typer.Option(metavar="DOCUMENT:N", help="Search with the landmark of this block.")]

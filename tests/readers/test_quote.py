@@ -484,6 +484,19 @@ def test_a_paragraph_for_each_part_of_a_question_is_quoted() -> None:
     assert [*_asked_for(places, {place: str(place) for place in places}, words, lists=False)] == [*places]
 
 
+def test_the_excerpt_of_a_quoted_block_is_from_its_paragraph() -> None:
+    first, line = "The ferry late.\n", "Go in July to Brest."
+    assert len(first) == SIZE
+    with attached("ram:", 1, top_k="all") as reader:
+        reader.read(f"{first}{line}\n\nNo bus.", document="log")
+        said = saying(reader.tokenizer, f"{line}<|end|>")
+        answer = reader.ask("Is the ferry late?", logits_processor=said)
+        assert answer.quoted == [("log", 0)]
+        (quoted, beside) = answer.sources(2)
+        assert (quoted.text, quoted.excerpt, quoted.line) == (first, line, 2)
+        assert beside.quoted is False
+
+
 def test_notes_that_share_no_word_are_quoted_for_a_question_in_two_parts() -> None:
     notes = {
         "cake": "Uncle Theo turns seventy; my sister brings the cake.",

@@ -21,8 +21,7 @@ QUERIES = 1 << 20
 
 _Table = structure(pointers="numbers", numbers="kind row group size")
 _Work = structure(
-    pointers="queries sinks ids out lse",
-    numbers="count groups heads vectors width k choices dim padded inside threads",
+    pointers="queries sinks ids out lse", numbers="count groups heads vectors width k choices dim padded inside threads"
 )
 _library = Library(__file__, lambda source: parallel(source, [*vectors(), f"-DLANES={LANES}", "-ffp-contract=fast"]))
 

@@ -180,10 +180,7 @@ class DRTModel(Decoder):
         if config.retrieval == "causal":
             self.retrievers = nn.ModuleList(
                 CausalRetriever(
-                    hidden,
-                    tied=config.tied_retriever,
-                    normalise=config.normalise_scores,
-                    eps=config.rms_norm_eps,
+                    hidden, tied=config.tied_retriever, normalise=config.normalise_scores, eps=config.rms_norm_eps
                 )
                 for _ in config.upper_layers
             )
