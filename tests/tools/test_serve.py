@@ -846,7 +846,7 @@ def test_earlier_messages_are_not_read_for_nobody() -> None:
 
 
 def test_a_receipt_says_what_the_memory_has_and_leaves_out_what_is_unknown() -> None:
-    nothing: Any = SimpleNamespace(tokenizer=None, memories=())
+    nothing: Any = SimpleNamespace(tokenizer=None, memories=(), takes_questions=True)
     plain = Answer(
         question="", text="", tokens=[], thought=[], ended=True, seconds=0.0, trace=None, used=[], scores={}, quoted=[],
         absent=None, coverage=None, missing={}, reader=nothing,
