@@ -46,6 +46,14 @@ def test_read_keeps_every_token(cli: Cli, notes: Path) -> None:
     assert cli("show", notes, "log", 1, "--json").json["text"] == TEXT[16:32]
 
 
+def test_a_memory_made_with_the_default_model_says_so_once(
+    cli: Cli, text: Path, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memstore.tools.read.SMOLLM2", str(model_folder))
+    told = [cli("read", text, tmp_path / name, *more) for name, more in (("m", ()), ("m", ()), ("n", ("--json",)))]
+    assert ["answers hardly any question: see --model" in each.err for each in told] == [True, False, False]
+
+
 def test_reading_again_reads_nothing_new(cli: Cli, notes: Path, text: Path, model_folder: Path) -> None:
     again = cli("read", text, notes, "--model", model_folder, "--dtype", "float32", "--json").json
     assert again["new_tokens"] == 0
