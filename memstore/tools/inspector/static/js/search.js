@@ -51,7 +51,7 @@ export class Search {
     const part = next === null ? 1 : (next - answer.first) / Math.max(1, answer.stop - answer.first);
     const said = looking ? `${count(found)} so far, ${Math.floor(part * 100)}% searched`
       : next !== null ? `the first ${count(found)} blocks`
-        : found ? `${count(found)} ${found === 1 ? "block" : "blocks"}` : "Nothing was found.";
+        : found ? `${count(found)} ${found === 1 ? "block" : "blocks"}` : "Nothing was found in this document.";
     this.box.hidden = false;
     this.box.replaceChildren(
       h("h2", {}, "Search"),
