@@ -236,7 +236,7 @@ def _show_trace(conversation: Conversation, command: str) -> None:
         used, scores = most_weight(steps), best_scores(steps)
         for source in written_with(reader, used, scores, "\n".join(said), quoted=quoted, most=SOURCES):
             page.line(source_line(source))
-            page.line(source.text.strip("\n"))
+            page.line(source.text.strip("\n") + "\n")
         places = {*quoted, *((document, block) for document, block, _ in used)}
         if own := unsupported(reader, places, "".join(said[:-1]), said[-1]):
             page.line(in_no_source(own))
