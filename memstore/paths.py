@@ -33,17 +33,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers that mean that no room is left."""
 
 FILES = (
-    "data.mdb",
-    "keys",
-    "lock.mdb",
-    "reserve",
-    "writer.lock",
-    "writer.json",
-    "traces.sqlite",
-    "traces.sqlite-wal",
-    "traces.sqlite-shm",
-    "traces.sqlite-journal",
-    "zarr.json",
+    *("data.mdb", "keys", "lock.mdb", "reserve", "writer.lock", "writer.json", "zarr.json"),
+    *("traces.sqlite", "traces.sqlite-wal", "traces.sqlite-shm", "traces.sqlite-journal"),
 )
 FOLDERS = ("tail", "blocks", "index")
 _OURS = dict.fromkeys(FILES, stat.S_IFREG) | dict.fromkeys(FOLDERS, stat.S_IFDIR)

@@ -181,6 +181,10 @@ def _within(value: object, most: float) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= most and value < math.inf
 
 
+def _retrieval(*names: str) -> list[str]:
+    return [f"Retrieval.{name}" for name in names]
+
+
 DRT = Kind(
     "DRT",
     "memstore-drt",
@@ -204,16 +208,8 @@ LANDMARK = Kind(
     "memstore.models.landmark.evaluation:LANDMARK",
     "memstore.models.landmark.options",
     options=(
-        "capacity",
-        "codec",
-        "Retrieval.top_k",
-        "Retrieval.every",
-        "Retrieval.share",
-        "Retrieval.share_tokens",
-        "Retrieval.threshold",
-        "Retrieval.pool",
-        "Retrieval.positions",
-        "Retrieval.on_error",
+        *("capacity", "codec"),
+        *_retrieval("top_k", "every", "share", "share_tokens", "threshold", "pool", "positions", "on_error"),
     ),
 )
 HILS = Kind(
@@ -278,29 +274,10 @@ STOCK = Kind(
     half=True,
     tokenizer="transformers:AutoTokenizer",
     options=(
-        "window",
-        "sink",
-        "segment",
-        "routing_layers",
-        "router",
-        "block_size",
-        "codec",
-        "score",
-        "retrieve",
-        "query",
-        "opening",
-        "tail",
-        "Retrieval.top_k",
-        "Retrieval.every",
-        "Retrieval.share",
-        "Retrieval.pool",
-        "Retrieval.span",
-        "Retrieval.words",
-        "Retrieval.rerank",
-        "Retrieval.quote",
-        "Retrieval.positions",
-        "Retrieval.order",
-        "Retrieval.on_error",
+        *("window", "sink", "segment", "routing_layers", "router", "block_size", "codec", "score"),
+        *("retrieve", "query", "opening", "tail"),
+        *_retrieval("top_k", "every", "share", "pool", "span", "words", "rerank", "quote", "positions", "order"),
+        *_retrieval("on_error"),
     ),
 )
 KINDS = (STOCK, DRT, LANDMARK, HILS, MEMORIZING, KNN, INDEXED)

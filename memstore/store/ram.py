@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -100,17 +101,20 @@ class RamStore(BlockStore):
             return sum(record.payload.nbytes for records in self._values.values() for record in records)
 
     def version(self) -> int:
-        self._locked()
-        return self._version
+        with self._locked():
+            return self._version
 
     def close(self) -> None:
-        self._closed = True
-        self._values, self._sorted = {}, []
+        with self._lock:
+            self._closed = True
+            self._values, self._sorted = {}, []
 
-    def _locked(self) -> threading.RLock:
-        if self._closed:
-            raise InvalidArgument("this store is closed; open the memory again")
-        return self._lock
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise InvalidArgument("this store is closed; open the memory again")
+            yield
 
 
 def _copy(record: Record) -> Record:

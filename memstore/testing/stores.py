@@ -17,8 +17,10 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -394,6 +396,26 @@ class StoreTests(ABC):
         assert same(again.get(block(29)), value(29))
         assert again.version() == version
         again.close()
+
+    def test_a_close_that_meets_reads_ends_them(self, store: BlockStore) -> None:
+        """Each of them has its values, or raises ``InvalidArgument``."""
+        put_blocks(store, range(50))
+        keys, begun = [block(item) for item in range(50)], threading.Barrier(4)
+
+        def look(read: Callable[[], object]) -> None:
+            begun.wait()
+            with pytest.raises(InvalidArgument, match="closed"):  # noqa: PT012
+                while True:
+                    read()
+
+        reads = (lambda: store.gather(keys, LAYOUTS), lambda: store.get(keys[7]), lambda: [*store.walk(*BLOCKS)])
+        with ThreadPoolExecutor() as pool:
+            looking = [pool.submit(look, read) for read in reads]
+            begun.wait()
+            time.sleep(0.05)
+            store.close()
+        for each in looking:
+            each.result()
 
     def test_closing_twice(self, store: BlockStore) -> None:
         """The second time nothing happens. Using a closed store raises an error that says so."""

@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from memstore import paths
-from memstore.errors import NotAMemory
+from memstore.errors import InvalidArgument, NotAMemory
 from memstore.paths import shortage
 from memstore.store.records import Unreadable
 from memstore.store.zarr.extents import OBJECT
@@ -208,6 +208,7 @@ def absent(path: str) -> str:
     return f"its shard {path} is missing"
 
 
+P = TypeVar("P")
 T = TypeVar("T")
 AT_ONCE = 64
 """Concurrent requests."""
@@ -316,11 +317,11 @@ class BucketObjects(Objects):
 
     def get_all(self, paths: Sequence[str]) -> Iterator[_StoredObject | None]:
         """Get several objects in order, some of them at a time. Raises ``OSError``."""
-        return self._workers.map(self.get, paths)
+        return self._at_once(self.get, paths)
 
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
         """Put several objects, some of them at a time. Raises ``OSError``."""
-        for _ in self._workers.map(lambda each: self.put(each[0], [each[1]]), objects):
+        for _ in self._at_once(lambda each: self.put(each[0], [each[1]]), objects):
             pass
 
     def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
@@ -329,7 +330,7 @@ class BucketObjects(Objects):
         for number, read in enumerate(reads):
             by_path.setdefault(read.path, []).append(number)
         problems: list[str | None] = [None] * len(reads)
-        done = self._workers.map(lambda numbers: self._read([reads[n] for n in numbers]), by_path.values())
+        done = self._at_once(lambda numbers: self._read([reads[n] for n in numbers]), by_path.values())
         for numbers, found in zip(by_path.values(), done, strict=True):
             for number, problem in zip(numbers, found, strict=True):
                 problems[number] = problem
@@ -375,6 +376,12 @@ class BucketObjects(Objects):
         except OSError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
+
+    def _at_once(self, work: Callable[[P], T], each: Iterable[P]) -> Iterator[T]:
+        try:
+            return self._workers.map(work, each)
+        except RuntimeError as error:  # of workers that are shut down
+            raise InvalidArgument("this store was closed during use; open the memory again") from error
 
     def close(self) -> None:
         self._workers.shutdown()
