@@ -103,11 +103,16 @@ class Environment:
     _length: int = 0
 
     def __enter__(self) -> None:
-        """Raises ``lmdb.Error`` if it is closed."""
+        """Raises ``lmdb.Error`` if it is closed, ``DamagedError`` if the file was truncated."""
         with _guard:
             if not self.users:
                 raise lmdb.Error("the environment is closed")
             self.users += 1
+        try:
+            self._check_length()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self, *_: object) -> None:
         """Release one use; the last one closes it. In a fork it belongs to the parent and is left alone."""
@@ -120,26 +125,26 @@ class Environment:
 
     __exit__ = release
 
-    def check(self) -> None:
-        """Raise ``MemoryInUse`` in a process forked after the opening, ``DamagedError`` if the file was truncated."""
+    def check_process(self) -> None:
+        """Raise ``MemoryInUse`` in a process forked after the opening."""
         if self.key[2] != os.getpid():
             raise _forked(self.folder, self.key[2])
+
+    def _check_length(self) -> None:
         before = self._length  # read first, because another thread may raise it now
-        try:
-            length = os.lseek(self.data_file, 0, os.SEEK_END)  # a third of the time of fstat: every read comes here
-        except OSError:  # closed by another thread meanwhile, as LMDB will say
-            return
-        if length == before or not self.users:  # once it is closed, its descriptor may be that of another file
-            return
+        length = os.lseek(self.data_file, 0, os.SEEK_END)  # a third of the time of fstat: every read comes here
         if length < before:  # LMDB never shortens it
             raise _truncated(self.folder / DATA_NAME, f"it has only {length} of {before} bytes")
-        _check_length(self.env, self.folder / DATA_NAME, self.data_file)
-        self._length = length
+        if length > before:
+            _check_length(self.env, self.folder / DATA_NAME, self.data_file)
+            self._length = length
 
 
 # A parent's entries stay untouched in its forks: closing one there would free the parent's reader slot.
 _open: dict[tuple[int, int, int], Environment] = {}
 _guard = threading.RLock()  # a store may be collected, and released, while this thread holds it
+# Every read takes it: without this, a fork during that of another thread would wait for it for ever.
+os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
 
 
 def acquire(folder: Path, *, create: bool = False) -> Environment:

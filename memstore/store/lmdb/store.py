@@ -435,10 +435,7 @@ class LmdbStore(BlockStore):
     def _check_open(self) -> None:
         if not self._close.alive:
             raise InvalidArgument(f"this store of memory {self.path} is closed; open the memory again")
-        try:
-            self._environment.check()
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        self._environment.check_process()
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
