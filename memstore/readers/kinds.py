@@ -407,10 +407,7 @@ def load_folder(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
 
 
 def encode(tokenizer: Any, text: str, *, controls: bool = False) -> list[int]:
-    """Return the token ids of a user's ``text``, without special tokens and without a warning about its length.
-
-    ``controls``: names of control tokens in it mean these tokens. Raises ``InvalidArgument`` for a lone surrogate.
-    """
+    """Return the token ids of a user's ``text``, where names of control tokens are text, unless ``controls`` count."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -69,6 +69,7 @@ _PLURAL = re.compile(r"(?<=\w{2}[^\Wsiu])s\Z")
 _REQUESTING = {"please", "tell", "explain", "describe", "many", "much"}
 """Words that ask, and say nothing of what is asked about."""
 _ANSWERING = {"yes", "no", "cannot", "there", "also", "only", "so", "because", "will", "would", "may", "might", "must"}
+_ANSWERING |= FUNCTION_WORDS
 """Words of answers, which need no source."""
 
 
@@ -98,9 +99,8 @@ class Passage:
     quoted: bool = False
     """Whether a paragraph that overlaps it also stood as text before the question."""
     excerpt: str
-    """The sentence or line with most of the words, rare ones first, and the text after it; on one line.
-
-    It is of the block, or of the paragraph around it if that was quoted."""
+    """The sentence or line with most of the words, rare ones first, of the block or, if it was quoted, its paragraph;
+    and the text after it; on one line."""
     text: str
     """The whole text of the block."""
 
@@ -348,8 +348,7 @@ def unsupported(reader: Reader, places: Iterable[Place], question: str, answer: 
                 if document := stored([memory], name):
                     known |= _stems(_Surroundings.of(reader.tokenizer, document, block).text)
     words = dict.fromkeys(words_of(_CONTRACTED.sub("", unicodedata.normalize("NFC", answer).lower())))
-    own = FUNCTION_WORDS | _ANSWERING
-    return [word for word in words if word not in own and _stem(word) not in known]
+    return [word for word in words if word not in _ANSWERING and _stem(word) not in known]
 
 
 def absent(question: str, text: str) -> tuple[list[str], float] | None:

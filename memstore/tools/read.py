@@ -311,9 +311,7 @@ class Reading:
                     return
             record_model(reader.memory, model, loaded)
             if known.spec is None and tell and model == SMOLLM2:
-                typer.echo(
-                    f"the memory is made with {SMOLLM2}, which answers hardly any question: see --model", err=True
-                )
+                typer.echo(f"made with {SMOLLM2}, which answers hardly any question: see --model", err=True)
             reader.memory.spare(plan.documents)
             by_many: dict[str, ReadResult] = {}
             if options.ray is not None:

@@ -11,7 +11,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.lazy import torch
 from memstore.report import Page, Report
-from memstore.tools.ask import Dtype, all_but_chats, search_text
+from memstore.tools.ask import Dtype, search_text
 from memstore.tools.files import read_bytes
 from memstore.tools.listing import decode
 from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, argument, index_bar, use_threads
@@ -75,6 +75,8 @@ def search(
     In Python: memstore.readers.reader.Reader.search, of what memstore.attach gives;
     memstore.memory.search.search_block and search_vectors.
     """
+    from memstore.memory.shared import CHAT
+
     if words is not None and text is not None:
         raise InvalidArgument("the words were given twice: pass TEXT or --text.")
     text = words if text is None else text
@@ -85,8 +87,8 @@ def search(
         )
     use_threads(threads)
     with memstore.open(memory, mode="r", device=device) as opened, index_bar():
-        names = all_but_chats(opened) if document is None else [document]
-        documents = [opened.document(name) for name in names] or opened.documents()
+        there = opened.documents() if document is None else [opened.document(document)]
+        documents = [each for each in there if not each.name.startswith(CHAT)] or there
         if text is not None:
             found = search_text(opened, text, documents, model, layer=layer, top_k=top_k, dtype=dtype, device=device)
         elif block is not None:
