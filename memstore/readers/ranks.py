@@ -50,7 +50,8 @@ class Ranks:
         self._given = dist.group.WORLD if group is None else group
         if (own := _groups.get(self._given)) is None:
             members = dist.get_process_group_ranks(self._given)
-            own = _groups[self._given] = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
+            with self._answering():
+                own = _groups[self._given] = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
         self._group = own
         self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         kinds = [each.partition(":")[0] for each in str(dist.get_backend_config(self._group)).split(",")]

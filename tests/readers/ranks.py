@@ -182,10 +182,10 @@ def work_beside_others(rank: int, size: int, folder: str, case: str) -> None:
 
 
 def work_until_one_dies(rank: int, size: int, folder: str, told: int) -> None:
-    """Answer until the second rank dies, which has told so much; write down how the others hear of it."""
-    module.PATIENCE = timedelta(seconds=20)
+    """Answer until the second rank dies after ``told`` exchanges (-1: before it joins). Write down the errors."""
+    module.PATIENCE = timedelta(seconds=20 if told >= 0 else 5)
     join(rank, size, folder)
-    tell, left = dist.all_gather, iter(range(told, -1, -1))
+    tell, left = dist.all_gather, iter(range(max(told, 0), -1, -1))
 
     def die(*arguments: Any, **options: Any) -> None:
         if not next(left):
@@ -194,14 +194,16 @@ def work_until_one_dies(rank: int, size: int, folder: str, told: int) -> None:
 
     if rank == 1:
         dist.all_gather = die
+        if told < 0:
+            dist.new_group = die
     model = tiny("llama")
     options = {"retrieval": CASES["model"], "mode": "r", "process_group": dist.group.WORLD, **SIZES}
-    with attach(model, f"{folder}/m", **options), torch.no_grad():
-        try:
+    try:
+        with attach(model, f"{folder}/m", **options), torch.no_grad():
             while True:
                 model(tokens(11)[None])
-        except MemstoreError as error:
-            Path(f"{folder}/{rank}.txt").write_text(str(error))
+    except MemstoreError as error:
+        Path(f"{folder}/{rank}.txt").write_text(str(error))
     os._exit(0)  # a group that has lost one cannot be taken down in order
 
 

@@ -118,7 +118,7 @@ def test_groups_of_ranks_beside_each_other_answer_what_each_is_asked(tmp_path: P
         assert torch.equal(told["generated"], alone["generated"])
 
 
-@pytest.mark.parametrize("told", [9, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 3, 17))])
+@pytest.mark.parametrize("told", [-1, 9, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 3, 17))])
 def test_a_rank_that_is_killed_is_an_error_on_all_others_in_time(tmp_path: Path, told: int) -> None:
     """Whenever that is; and nothing is lost."""
     ranks.read(tmp_path / "m", "model", (500,))
