@@ -76,8 +76,8 @@ bench: $(READY) ## Measure what needs no model or text of your own, some minutes
 	for name in $(filter-out $(BY_HAND),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do $(BIN)/python -m benchmarks.$$name; done
 
 papers: $(READY) ## Print the tables of the papers from their rows; each module says how to make them anew
-	for name in hils_table two_hops position_jumps staleness offloading; do $(BIN)/python -m benchmarks.$$name --print; done
-	$(BIN)/python -m benchmarks.hils_table --print --output benchmarks/results/hils-table-long.json
+	@for table in hils_table "hils_table --output benchmarks/results/hils-table-long.json" two_hops position_jumps landmark_passkeys staleness offloading; do \
+	    printf '\n## python -m benchmarks.%s --print\n\n' "$$table"; $(BIN)/python -m benchmarks.$$table --print || exit; done
 
 faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (an hour and a quarter)
 	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json $(FAULTS_FLAGS)

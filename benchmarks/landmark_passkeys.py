@@ -3,6 +3,7 @@
     python benchmarks/prose.py prose
     python -m benchmarks.landmark_passkeys prose/train --out tuned
     python -m benchmarks.landmark_passkeys prose/train --out tuned --filler FILE --lengths 2048,5120,10240,32768
+    python -m benchmarks.landmark_passkeys --print
 
 The recipe is ``landmark-cpu`` in bfloat16, with longer rows (1 to 20 blocks before the question), a rate for a model
 that is already trained, and no restart. After an interruption the same command continues.
@@ -31,6 +32,7 @@ from memstore.eval.filler import Filler, load_filler
 from memstore.eval.run import TaskPlan, block_tokens, draw, evaluate, memory_spec
 from memstore.models.landmark.reader import LandmarkReader
 from memstore.readers.kinds import load_folder
+from memstore.report import Page
 from memstore.resources import hardware
 from memstore.tools.models import load_model, resolve_model
 from memstore.train.options import Runtime
@@ -47,15 +49,26 @@ SEED = 53
 def main() -> None:
     """Train, ask if there is a text for it, and write the rows down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", nargs="+", help="texts that hide the needles in training")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("texts", nargs="*", help="texts that hide the needles in training")
+    parser.add_argument("--out", type=Path, help="folder of the model")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--filler", type=Path, help="a text that hides the passkeys that are asked for")
     parser.add_argument("--lengths", default="2048,5120", help="tokens of it, separated by commas")
     parser.add_argument("--samples", type=int, default=50, help="passkeys of a length")
     parser.add_argument("--models", nargs="+", choices=(TUNED, STOCK), default=(TUNED, STOCK))
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--print", action="store_true", help="print the table of the JSON file, and do nothing else")
     options = parser.parse_args()
+    if options.print:
+        file = json.loads(options.output.read_text("utf-8"))
+        page = Page()
+        page.facts(file["about"])
+        page.line()
+        rows = sorted(file["rows"], key=lambda row: (row["length"], row["model"] == STOCK))
+        page.table([*rows[0]], [[*map(str, row.values())] for row in rows])
+        return
+    if not (options.texts and options.out):
+        parser.error("name texts to train on, such as prose/train, and --out, or --print")
     torch.set_num_threads(1)
     recipe = find_recipe("landmark-cpu", recipes())
     changes = {"steps": options.steps, "learning_rate": 1e-4, "warmup": 10, "bf16": True, "restart": None}
