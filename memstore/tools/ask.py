@@ -56,7 +56,7 @@ Match = Annotated[
 ]
 Meta = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Ask documents with this note of memstore read --meta. May be repeated."),
+    typer.Option(metavar="KEY=VALUE", help="Ask documents with this label from read --meta. May be repeated."),
 ]
 Since = Annotated[
     str | None,

@@ -207,7 +207,7 @@ def plot(
 ) -> Report:
     """Draw a memory, and the blocks retrieved from it.
 
-    heat: the blocks that each generated token used, weight as ink. tiers: where these blocks came from. margins: how
+    heat: blocks that each generated token used; darker is more. tiers: where these blocks came from. margins: how
     clearly the best blocks stood out, in a trace or (with --document) in a document. similarity: how alike the
     landmarks of a document are. audit: captured mass and recall of each layer and head.
 

@@ -159,7 +159,7 @@ def two_hop(
         int, typer.Option(min=1, max=30, help="Hide this many chains of two links, and ask for one of them.")
     ] = 2,
 ) -> Report:
-    """Hide the two links of a chain, and other chains of noise; ask for the path.
+    """Hide the two links of a chain among distractors, and ask for the path.
 
     The first link lies at the requested depth, the others lie anywhere. The margin belongs to the first link at the
     first retrieval. In --json, margin_2 belongs to the second link at the second retrieval.

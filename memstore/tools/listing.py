@@ -33,7 +33,7 @@ def ls(memory: MemoryUrl) -> Report:
 
     A full block has all its tokens. If a document's last block is not full, only stock models find it. Unfinished means
     that reading was interrupted: the same memstore read continues it. If known, the list also shows pins, expiry, the
-    last change of each file, and notes. Times are local, but in UTC with --json and --csv. With --json you also see
+    last change of each file, and labels. Times are local, but in UTC with --json and --csv. With --json you also see
     each document's file, the digest of its text and the time of reading.
 
     Example:

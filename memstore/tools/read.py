@@ -72,7 +72,7 @@ Meta = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help="Note this for each document, to be found by memstore ask --meta. KEY= removes a note. May be repeated.",
+        help="Label each document, for memstore ask --meta. KEY= removes a label. May be repeated.",
     ),
 ]
 Ray = Annotated[

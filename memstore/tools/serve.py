@@ -83,7 +83,7 @@ AgentsPort = Annotated[
 ]
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Leave out the tools that change the memory.")]
 PageHost = Annotated[
-    str, typer.Option(help="Listen at this address. With all but the default, other machines can reach the page.")
+    str, typer.Option(help="Listen at this address. Any other than the default lets other machines in.")
 ]
 NoOpen = Annotated[bool, typer.Option("--no-open", help="Print the link, and do not open a browser.")]
 AllowWrite = Annotated[

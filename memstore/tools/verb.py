@@ -253,9 +253,7 @@ BlockSize = Annotated[
 ]
 Codec = Annotated[
     str | None,
-    typer.Option(
-        help="Store the states of a new memory as none (unchanged), int8, fp8 or int4 (a quarter of bfloat16)."
-    ),
+    typer.Option(help="Store the states of a new memory as none (unchanged), int8, fp8 or int4 (a third of bfloat16)."),
 ]
 Device = Annotated[str, typer.Option(help="Run the model and search its memory on this device: cpu, cuda, cuda:1, ...")]
 PRECISION = typer.Option(

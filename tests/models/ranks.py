@@ -14,7 +14,7 @@ import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.memorizing import add_knn_memory
-from tests.models import drt, landmark
+from tests.models import drt, hils, landmark
 from tests.models.stock import small_llama
 from tests.models.test_memorizing_reader import small
 from tests.readers.ranks import join
@@ -27,6 +27,7 @@ CASES = [
     *(f"drt, {kind}" for kind in ("rope", "alibi, two groups", "chunked", "tied, float16 states", "external")),
     "landmark, each head and token",
     *RETRIEVALS,
+    "hils, qwen",
     "memorizing, gate",
     "memorizing, joint",
     "stock with a kNN layer",
@@ -41,6 +42,8 @@ def model(case: str) -> Any:
         return drt.make(which)
     if kind == "landmark":
         return landmark.make(segment_blocks=2, retrieval_top_k=3, local_layers=[1], num_hidden_layers=4)
+    if kind == "hils":
+        return hils.make(which)
     if kind == "memorizing":
         return small(joint=which == "joint")
     stock = small_llama(vocabulary=60, layers=4)
@@ -57,7 +60,7 @@ def tokens(length: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 def read(folder: Path, case: str, length: int) -> None:
     """Make the memory of a case: before the document that is asked there is another one."""
-    options: dict[str, Any] = {} if "drt" in case or "landmark" in case else {"block_size": 8}
+    options: dict[str, Any] = {} if case.startswith(("drt", "landmark", "hils")) else {"block_size": 8}
     with memstore.attach(model(case), folder, retrieval=RETRIEVALS.get(case), **options) as reader:
         reader.read(tokens(30, seed=1)[0], "other")
         reader.read(tokens(length)[0], "asked")

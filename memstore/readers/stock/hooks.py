@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memstore.device_copies import own_types, to_device
-from memstore.errors import BrokenOff, InvalidArgument
+from memstore.errors import Cancelled, InvalidArgument
 from memstore.readers.asking import Query
 from memstore.readers.attachment import before_calls, replaced, uncompiled
 from memstore.readers.caches import CACHE, cache_in, cache_with, check_new
@@ -451,7 +451,7 @@ def _attention(
             f"attention_dropout={kwargs['dropout']} is not supported with a memory: call model.eval(), or set it to 0"
         )
     if call.tokens > 1 and hooks.stopping():
-        raise BrokenOff("the work was cancelled, because nobody waits for its result")
+        raise Cancelled("the work was cancelled, because nobody waits for its result")
     if hooks.heads is not None:
         query, key, value = hooks.heads.whole((query, key, value))
     if hooks._tap is not None and hooks.selection.by_layer:

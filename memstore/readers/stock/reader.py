@@ -450,7 +450,7 @@ class StockReader(Reader):
             self.memory.put_arrays(name, arrays)
         elif stored.keys() != arrays.keys() or not all(torch.equal(stored[each], arrays[each]) for each in arrays):
             raise ForeignMemory(
-                f"memory {self.memory.url} has another router than the given one: leave router out, or read the "
+                f"memory {self.memory.url} has a different router: leave router out, or read the "
                 "text into a new memory",
                 memory=self.memory.url,
             )
