@@ -63,7 +63,7 @@ class Part:
 
 OPERATIONS = ("gca", "landmark", "knn", "search")
 PARITY = tuple(f"{op} {dtype}" for op in OPERATIONS for dtype in ("bfloat16", "float32", "float16"))
-REAL = (*(f"{op} real" for op in OPERATIONS), "codes", "attention", "choice", "rows", "index")
+REAL = (*(f"{op} real" for op in OPERATIONS), "codes", "attention", "choice", "rows", "index", "hils")
 PARTS = (
     Part(
         name="compile", limit=90, least=30, processes=14, beside=True,

@@ -46,7 +46,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     waiting, own = _along.get(), len(host)
     if waiting is not None and waiting.device == device and waiting.moved is None:
         host += waiting.tensors
-    staged = torch.empty(_length(host), dtype=torch.uint8, pin_memory=True)
+    staged = torch.empty(_length(host), dtype=torch.uint8, device="cpu", pin_memory=True)
     for part, each in zip(_parts(staged, host), host, strict=True):
         part.copy_(each)
     with _beside(device) as stream:
@@ -102,7 +102,7 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]
     packed = torch.empty(_length(tensors), dtype=torch.uint8, device=device)
     for part, each in zip(_parts(packed, tensors), tensors, strict=True):
         part.copy_(each)
-    host = torch.empty(len(packed), dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(len(packed), dtype=torch.uint8, device="cpu", pin_memory=True)
     with _beside(device) as stream:
         host.copy_(packed, non_blocking=True)
         packed.record_stream(stream)

@@ -27,9 +27,12 @@ def parity(here: Piece) -> None:
     """One operation in one type, ``real`` shapes, or the tests of the index."""
     # Uninitialised memory is NaN; operations that have no deterministic form may run.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    own = {"index": _index, "codes": _codes, "attention": _block_attention, "choice": _choice, "rows": _chosen_rows}
+    own = {"codes": _codes, "attention": _block_attention, "choice": _choice, "rows": _chosen_rows}
     if alone := own.get(here.piece):
         alone(here)
+        return
+    if here.piece in TESTS:
+        _tests(here, TESTS[here.piece])
         return
     operation, what = here.piece.split()
     if what == "real":
@@ -53,7 +56,7 @@ def _cases(here: Piece, operation: str, dtype: torch.dtype) -> None:
                 here.row(title, ok=_search_agrees(cases[name], dtype))
                 continue
             found = _errors(operation, cases[name], dtype)
-            worst = max(error / most if error == error else float("inf") for error, most in found.values())
+            worst = max(error / (most or 1e-30) if error == error else float("inf") for error, most in found.values())
             here.row(title, ok=worst <= 1, value=worst, unit="of the allowed error")
 
 
@@ -233,8 +236,8 @@ def _search(here: Piece) -> None:
         here.row(f"search of {count} {dtype}", ok=float(found) < 1e-4, value=float(same), unit="of the blocks the same")
 
 
-def _index(here: Piece) -> None:
-    """The suite of the index, on the device."""
+def _tests(here: Piece, path: str) -> None:
+    """The tests of one file that are marked ``gpu``, on the device."""
     command = [
         sys.executable,
         "-m",
@@ -245,10 +248,11 @@ def _index(here: Piece) -> None:
         "-x",
         "-p",
         "no:cacheprovider",
-        "tests/index/test_exact.py",
+        path,
     ]
     command += [] if here.tiny else ["-n", "8", "--maxfail=5"]
-    with here.attempt("tests of the index", least=10):
+    title = f"tests of the {here.piece}"
+    with here.attempt(title, least=10):
         command += ["--collect-only"] if here.tiny else []
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=max(5, here.left - 2), check=False, env=dict(os.environ)
@@ -256,13 +260,14 @@ def _index(here: Piece) -> None:
         lines = (done.stdout + done.stderr).splitlines()
         right = done.returncode == 0
         here.row(
-            "tests of the index",
+            title,
             ok=right,
             note=lines[-1] if lines else "",
             error=None if right else "\n".join(lines[-12:]),
         )
 
 
+TESTS = {"index": "tests/index/test_exact.py", "hils": "tests/kernels/test_hils_attention_triton.py"}
 REAL: dict[str, Callable[[Piece], None]] = {"gca": _gca, "landmark": _landmark, "knn": _knn, "search": _search}
 
 

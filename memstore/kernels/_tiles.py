@@ -75,7 +75,9 @@ def precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    matmul = torch.backends.cuda.matmul  # allow_tf32 and its like raise once fp32_precision, new in 2.9, was set
+    tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if tf32 else "tf32x3"
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,7 @@ def _machine(device: int) -> Machine:
 
 def interpreted() -> bool:
     """Return whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
-    return not isinstance(_probe, triton.JITFunction)
-
-
-def _nothing() -> None:
-    """Do nothing: the smallest kernel."""
-
-
-_probe = triton.jit(_nothing)
+    return not isinstance(load_rows, triton.JITFunction)
 
 
 @triton.jit

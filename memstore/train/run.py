@@ -15,17 +15,17 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import xxhash
+from safetensors import SafetensorError
 
 from memstore import paths
 from memstore.errors import DamagedError, DifferentRun, InvalidArgument, MemstoreError, StoreFull, first_line
-from memstore.json_checks import Check, anything, members, number, table, whole
+from memstore.json_checks import Check, anything, members, number, table, text, whole
 
 SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.jsonl", "checkpoints", "complete.json"
 
@@ -80,9 +80,9 @@ class Run:
         return last_checkpoint(self.out)
 
     def drop_incomplete(self) -> None:
-        """Remove checkpoints that were not written to their end."""
+        """Remove checkpoints that are incomplete or damaged. Training then resumes from the one before."""
         for path in self.checkpoints.glob("checkpoint-*"):
-            if not is_whole(path):
+            if not is_whole(path) or not complete(path).get("files", {}).items() <= digests(path).items():
                 shutil.rmtree(path)
 
     def finish(self, report: Mapping[str, Any]) -> None:
@@ -107,23 +107,37 @@ def last_checkpoint(out: Path) -> Path | None:
     return max(whole, key=lambda path: complete(path)["step"], default=None)
 
 
-# Only the headers of safetensors and the end of archives are read, not all bytes. On resuming, an incomplete
-# checkpoint is removed, and training resumes from the one before, with the same result.
 def is_whole(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written completely. If a machine fails, files may end too early."""
+    """Return whether a checkpoint has the mark that is written last."""
     try:
-        complete(checkpoint)
-        for path in checkpoint.glob("*.safetensors"):
-            with safe_open(path, "pt"):
-                pass
-    except (OSError, SafetensorError):  # DamagedError is an OSError
+        return bool(complete(checkpoint))
+    except OSError:  # DamagedError is one
         return False
-    return all(zipfile.is_zipfile(path) for path in checkpoint.glob("*.pt*"))
 
 
 def complete(checkpoint: Path) -> dict[str, Any]:
-    """Return the ``step`` of a whole checkpoint, and ``tokens`` and ``seconds`` (may lack) until then."""
-    return read_json(checkpoint / COMPLETE, table({"seconds": number(1e12)}, step=whole(), tokens=whole()))
+    """Return the ``step`` of a whole checkpoint, ``tokens`` and ``seconds`` until then, and digests of its ``files``.
+
+    The last two lack in checkpoints of older versions.
+    """
+    optional = {"seconds": number(1e12), "files": members(text(100), 10_000)}
+    return read_json(checkpoint / COMPLETE, table(optional, step=whole(), tokens=whole()))
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """Return a checksum of each file of a checkpoint."""
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != COMPLETE]
+    return {str(path.relative_to(checkpoint)): digest_of_files(path.parent, path.name) for path in files}
+
+
+def digest_of_files(folder: Path, pattern: str) -> str:
+    """Return a checksum of the files of ``folder`` whose names match ``pattern``."""
+    state = xxhash.xxh3_64()
+    for path in sorted(folder.glob(pattern)):
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                state.update(piece)
+    return state.hexdigest()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -180,16 +194,18 @@ def _is_of_the_disk(error: Exception) -> bool:
     """Return whether a write failed. The libraries that write tensors use their own words for it."""
     if isinstance(error, OSError):
         return error.errno in UNWRITABLE
-    return "I/O error" in str(error) or "PytorchStreamWriter" in str(error)
+    return any(words in str(error) for words in ("I/O error", "PytorchStreamWriter", "unexpected pos"))
 
 
 def _different(out: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> DifferentRun:
     old, new = _flat(there), _flat(wanted)
     name, *more = [name for name in old | new if old.get(name) != new.get(name)]
     others = f" (and {len(more)} more)" if more else ""
+    what = f"{name} is {old.get(name)!r}, not {new.get(name)!r}"
+    what = f"{name} have other words" if name == "texts" else what  # digests say nothing to people
     return DifferentRun(
-        f"{out} holds a different run: its {name} is {old.get(name)!r}, not {new.get(name)!r}{others}. Name a new "
-        "folder with --out, or repeat the command that started the run."
+        f"{out} holds a different run: its {what}{others}. Name a new folder with --out, or repeat the command that "
+        "started the run."
     )
 
 

@@ -20,7 +20,7 @@ from memstore.errors import DamagedError, MemstoreError, TrainingDiverged, first
 from memstore.train.needles import NeedleRows
 from memstore.train.options import Optimisation
 from memstore.train.recipes import Recipe
-from memstore.train.run import COMPLETE, Run, complete, write_json
+from memstore.train.run import COMPLETE, Run, complete, digests, write_json
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:
@@ -252,7 +252,8 @@ class _CheckpointCallback(TrainerCallback):
         if state.is_world_process_zero:
             tokens = self._trainer.tokens_before + self._trainer.tokens
             seconds = round(self._trainer.seconds_before + time.perf_counter() - self._begun, 2)
-            write_json(folder / COMPLETE, {"step": state.global_step, "tokens": tokens, "seconds": seconds})
+            mark = {"step": state.global_step, "tokens": tokens, "seconds": seconds, "files": digests(folder)}
+            write_json(folder / COMPLETE, mark)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the last step too, whatever its number."""

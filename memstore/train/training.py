@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-import xxhash
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound, Unsupported
 from memstore.readers.kinds import Kind, kind_in, quiet_transformers, trainable
 from memstore.train.options import changes_of, check_fit
 from memstore.train.recipes import Recipe
-from memstore.train.run import Run
+from memstore.train.run import Run, digest_of_files
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 
 Folder = str | Path
@@ -226,7 +225,7 @@ def config_of(
 
 
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in ``folder``. Raises ``NotFound``."""
+    """Return the tokenizer in ``folder``. Raises ``NotFound``, and ``DamagedError`` if it cannot be loaded."""
     if not Path(folder).is_dir():
         raise NotFound(f"there is no folder {folder}: name the folder of a tokenizer")
     try:
@@ -235,15 +234,7 @@ def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
     except (OSError, ValueError) as error:
-        raise NotFound(f"there is no tokenizer in {folder}: {first_line(error)}") from None
+        if (Path(folder) / "tokenizer.json").exists():
+            raise DamagedError(f"the tokenizer in {folder} is damaged ({first_line(error)})") from None
+        raise NotFound(f"there is no tokenizer in {folder}: name a folder that has one") from None
     return tokenizer
-
-
-def digest_of_files(folder: Path, pattern: str) -> str:
-    """Return a checksum of the files of ``folder`` whose names match ``pattern``."""
-    state = xxhash.xxh3_64()
-    for path in sorted(folder.glob(pattern)):
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                state.update(piece)
-    return state.hexdigest()

@@ -49,6 +49,7 @@ STATES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 FLOATS = ("weights", "lse", "delta")
 TABLES = ("starts", "until", "tile", "own", "first")
 STRIDES = ("kb", "kn", "kg", "ks", "vb", "vn", "vg", "vs", "qb", "qh", "qs")
+_WITH_ONES = set[tuple[str, ...]]()
 PRODUCTS = r"wgmma\.mma_async|mma\.sync|v_mfma"
 
 
@@ -129,13 +130,11 @@ def compiled(
     types = {name: "constexpr" if name in told else kind for name, kind in signature(jitted, dtype, integers).items()}
     aligned = {name for name, kind in types.items() if kind.startswith("*")} | set(STRIDES)
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(jitted.arg_names) if name in aligned}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
     begun = _processor_seconds()
-    result = triton.compile(
-        ASTSource(jitted, types, told, attributes),
-        target=TARGETS[target],
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True},
-    )
+    result = triton.compile(ASTSource(jitted, types, told, attributes), target=TARGETS[target], options=options)
     seconds = _processor_seconds() - begun
+    compile_for_ones(jitted, types, told, options, target)
     registers, spilled = usage(result.asm)
     found = re.findall(PRODUCTS, result.asm.get("ptx") or result.asm["amdgcn"])
     return Resources(
@@ -169,6 +168,7 @@ def row(
     options = {"num_warps": warps, "enable_fp_fusion": True} | ({} if stages is None else {"num_stages": stages})
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(jitted.arg_names) if name in aligned}
     result = triton.compile(ASTSource(jitted, types, told, attributes), target=TARGETS[target], options=options)
+    compile_for_ones(jitted, types, told, options, target)
     registers, spilled = usage(result.asm)
     fits = result.metadata.shared <= SHARED_LIMIT[target]
     found = re.findall(PRODUCTS, result.asm.get("ptx") or result.asm["amdgcn"])
@@ -176,6 +176,21 @@ def row(
         "kernel": jitted.__name__, "target": target, "dtype": dtype, "dim": dim, "fits": fits,
         "registers": registers, "spilled": spilled, "products": sorted(set(found)),
     }  # fmt: skip
+
+
+def compile_for_ones(
+    jitted: Any, types: dict[str, str], told: dict[str, Any], options: dict[str, Any], target: str
+) -> None:
+    """Compile a kernel as a launch does whose numbers are 1, once for each type of its tensors.
+
+    Triton makes such a number a constant, which has no ``to`` and no ``dtype``.
+    """
+    ones = dict.fromkeys((name for name, kind in types.items() if kind == "i32"), 1)
+    kind = (jitted.__name__, *types.values())
+    if kind not in _WITH_ONES:
+        _WITH_ONES.add(kind)
+        source = ASTSource(jitted, types | dict.fromkeys(ones, "constexpr"), told | ones)
+        triton.compile(source, target=TARGETS[target], options=options)
 
 
 def constants(jitted: Any, target: str, dtype: str, block: int, dim: int, rows: int) -> dict[str, Any]:

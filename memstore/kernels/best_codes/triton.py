@@ -44,7 +44,7 @@ def _best_codes_kernel(
     there = (block < count)[:, None] & (bytes_ < width)[None, :]
     asked = queries + row[None, :].to(tl.int64) * BD + dims[:, None]  # [BD, BR]
     inside = (row < rows)[None, :]
-    step = rows.to(tl.int64) * BD
+    step = tl.cast(rows, tl.int64) * BD
     first = tl.load(asked, mask=inside, other=0)
     second = tl.load(asked + step, mask=inside, other=0)
     third = tl.load(asked + 2 * step, mask=inside, other=0)
@@ -72,11 +72,11 @@ def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
     side = max(SMALLEST, triton.next_power_of_2(dim))
     parts, scales, sums = _parts(queries, side)
     best = queries.new_empty(rows, count)
-    _best_codes_kernel[triton.cdiv(count, BLOCKS), triton.cdiv(rows, QUERIES)](
-        codes, parts, best, *codes.stride()[:2], rows, count, keys, width,
-        BITS=bits, BD=side, BW=side // 8 if bits else side, BN=BLOCKS, BR=QUERIES,
-        num_warps=warps(THREADS),
-    )  # fmt: skip
+    with torch.cuda.device_of(queries):
+        _best_codes_kernel[triton.cdiv(count, BLOCKS), triton.cdiv(rows, QUERIES)](
+            codes, parts, best, *codes.stride()[:2], rows, count, keys, width,
+            BITS=bits, BD=side, BW=side // 8 if bits else side, BN=BLOCKS, BR=QUERIES, num_warps=warps(THREADS),
+        )  # fmt: skip
     # The matrix units see bits as 1 and 0, but they mean +1 and -1.
     return best.mul_(2).sub_(sums).mul_(scales) if bits else best.mul_(scales)
 

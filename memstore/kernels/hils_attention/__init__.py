@@ -68,15 +68,16 @@ def hils_attention(
         return q + u + torch.stack([x.sum().to(q.dtype) for x in (k, v)]).sum()  # zero, with gradients of 0
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     sizes = fused.Sizes(block_size, window, top_k, softmax1, scale)
-    match backend:
-        case "reference":
-            return reference.hils_attention(q, k, v, u, **sizes._asdict())
-        case "triton":
-            from memstore.kernels.hils_attention import triton
+    with torch.autocast(q.device.type, enabled=False):  # sums are in float32, autocast would round their products
+        match backend:
+            case "reference":
+                return reference.hils_attention(q, k, v, u, **sizes._asdict())
+            case "triton":
+                from memstore.kernels.hils_attention import triton
 
-            return triton.hils_attention(q, k, v, u, sizes)
-        case _:
-            return fused.hils_attention(q, k, v, u, sizes)
+                return triton.hils_attention(q, k, v, u, sizes)
+            case _:
+                return fused.hils_attention(q, k, v, u, sizes)
 
 
 def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int) -> str | None:

@@ -60,8 +60,7 @@ class Sizes(NamedTuple):
 
 def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
     """See the public function."""
-    with torch.autocast(q.device.type, enabled=False):  # sums are in float32, autocast would round their products
-        out: Tensor = _HilsAttention.apply(q, k, v, u, sizes)  # type: ignore[no-untyped-call]
+    out: Tensor = _HilsAttention.apply(q, k, v, u, sizes)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -141,7 +141,8 @@ def _chosen_kernel(
     weights += head * (blocks + 1) * tokens
     queries = load_rows(q + head * tokens * D, at, tokens, D, BM, D, BD)
     local = load_rows(near + head * tokens * D, at, tokens, D, BM, D, BD).to(tl.float32)
-    attended = local * tl.load(weights + blocks.to(tl.int64) * tokens + row, mask=row < tokens, other=0.0)[:, None]
+    own = tl.load(weights + tl.cast(blocks, tl.int64) * tokens + row, mask=row < tokens, other=0.0)
+    attended = local * own[:, None]
     for n in range(tl.minimum(_edge(tl.minimum(at + BM, tokens) - 1, window, S), blocks)):
         w = tl.load(weights + tl.cast(n, tl.int64) * tokens + row, mask=row < tokens, other=0.0)
         if tl.max(w, 0) > 0:
@@ -179,7 +180,7 @@ def _queries_kernel(
     queries = load_rows(q, at, tokens, D, BM, D, BD)
     gradient = load_rows(dout + head * tokens * D, at, tokens, D, BM, D, BD)
     less = tl.load(delta + head * tokens + row, mask=there, other=0.0)
-    local = tl.load(weights + blocks.to(tl.int64) * tokens + row, mask=there, other=0.0)
+    local = tl.load(weights + tl.cast(blocks, tl.int64) * tokens + row, mask=there, other=0.0)
     whole = tl.load(lse + head * tokens + row, mask=there, other=0.0) * LOG2_E
     whole = tl.where(whole > LOWEST, whole, 0.0)
     dqueries = tl.zeros([BM, BD], tl.float32)

@@ -67,9 +67,9 @@ def scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, 
     out = torch.empty(rows, len(keys), dtype=torch.float32, device=keys.device)
     each = QUERIES if rows >= 4 * QUERIES else 1
     parts = split(queries, keys.dtype)
-    _scores_kernel[triton.cdiv(len(keys), KEYS), triton.cdiv(rows, each)](
-        parts, factors.float().contiguous(), keys, out, keys.stride(0), scale, rows, heads, len(keys), each,
-        D=dim, BD=padded(dim), BH=SMALLEST, BK=KEYS, PARTS=len(parts), RELU=relu,
-        num_warps=warps(THREADS),
-    )  # fmt: skip
+    with torch.cuda.device_of(keys):
+        _scores_kernel[triton.cdiv(len(keys), KEYS), triton.cdiv(rows, each)](
+            parts, factors.float().contiguous(), keys, out, keys.stride(0), scale, rows, heads, len(keys), each,
+            D=dim, BD=padded(dim), BH=SMALLEST, BK=KEYS, PARTS=len(parts), RELU=relu, num_warps=warps(THREADS),
+        )  # fmt: skip
     return out

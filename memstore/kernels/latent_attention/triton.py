@@ -105,12 +105,13 @@ def attend_rows(
     length = triton.cdiv(triton.cdiv(k, parts), ROWS) * ROWS
     out = torch.empty(parts, queries, heads, size, dtype=torch.float32 if parts > 1 else q.dtype, device=q.device)
     lse = torch.empty(parts, queries, heads, dtype=torch.float32, device=q.device)
-    _attend_kernel[queries * groups, tiles, parts](
-        q.to(keys.dtype).contiguous(), keys, values, ids.contiguous(), out, lse, *keys.stride()[:2],
-        *values.stride()[:2], scale, len(keys), queries, heads, groups, ids.shape[1], k, length,
-        D=dim, DV=size, BEGIN=begin, BV=padded(size), BR=padded(max(1, dim - begin)), BH=SMALLEST, BK=ROWS,
-        INSIDE=within, PRECISION=precision(keys.dtype), num_warps=warps(THREADS),
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        _attend_kernel[queries * groups, tiles, parts](
+            q.to(keys.dtype).contiguous(), keys, values, ids.contiguous(), out, lse, *keys.stride()[:2],
+            *values.stride()[:2], scale, len(keys), queries, heads, groups, ids.shape[1], k, length,
+            D=dim, DV=size, BEGIN=begin, BV=padded(size), BR=padded(max(1, dim - begin)), BH=SMALLEST, BK=ROWS,
+            INSIDE=within, PRECISION=precision(keys.dtype), num_warps=warps(THREADS),
+        )  # fmt: skip
     result, logs = (out[0], lse[0]) if parts == 1 else merge_attention(list(out), list(lse))
     if sinks is not None:
         more = torch.logaddexp(logs, sinks.float())

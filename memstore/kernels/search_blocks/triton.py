@@ -106,22 +106,23 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     flat = queries.float().reshape(groups, -1, dim).contiguous()  # [G, R, D]
     rows, runs = flat.shape[1], triton.cdiv(count, RUN)
     filtered = wanted is not None
-    mask = wanted.view(torch.uint8) if wanted is not None else flat  # not read if there is no mask
+    mask = wanted.contiguous().view(torch.uint8) if wanted is not None else flat  # not read if there is no mask
     sizes = {"D": dim, "BD": padded(dim), "FILTERED": filtered, "RUN": RUN}
     parts, launch = split(flat, landmarks.dtype), {"num_warps": warps(THREADS)}
     best = flat.new_empty(groups, rows, runs)
-    _best_of_runs_kernel[runs, triton.cdiv(rows, QUERIES), groups](
-        parts, landmarks, mask, best, *landmarks.stride()[:3],
-        groups, rows, count, keys, runs, PARTS=len(parts), BR=QUERIES, **launch, **sizes,
-    )  # fmt: skip
     left = min(k, runs)
-    # Runs in order, so that the smaller of equal blocks comes first.
-    chosen = largest(best, left).sort(-1).values.contiguous()
     scores = flat.new_empty(groups, rows, left, RUN)
-    _score_runs_kernel[groups * rows, left](
-        flat, landmarks, mask, chosen, scores, *landmarks.stride()[:3],
-        rows, count, keys, left, **launch, **sizes,
-    )  # fmt: skip
+    with torch.cuda.device_of(flat):
+        _best_of_runs_kernel[runs, triton.cdiv(rows, QUERIES), groups](
+            parts, landmarks, mask, best, *landmarks.stride()[:3],
+            groups, rows, count, keys, runs, PARTS=len(parts), BR=QUERIES, **launch, **sizes,
+        )  # fmt: skip
+        # Runs in order, so that the smaller of equal blocks comes first.
+        chosen = largest(best, left).sort(-1).values.contiguous()
+        _score_runs_kernel[groups * rows, left](
+            flat, landmarks, mask, chosen, scores, *landmarks.stride()[:3],
+            rows, count, keys, left, **launch, **sizes,
+        )  # fmt: skip
     blocks = (chosen.unsqueeze(-1) * RUN + torch.arange(RUN, device=chosen.device)).flatten(2)
     scores = scores.flatten(2)
     at = largest(scores, min(k, scores.shape[2]))

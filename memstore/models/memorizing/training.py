@@ -41,7 +41,7 @@ from memstore.models.memorizing.options import MemorizingTraining
 from memstore.readers import kinds
 from memstore.train.corpora import Documents, Tokens, digest, encoded, train_tokenizer
 from memstore.train.options import OPTIMISATION, Optimisation, Runtime, optimisation_of, refuse_unfit
-from memstore.train.run import Run
+from memstore.train.run import Run, digest_of_files
 from memstore.train.session import Report, Session, session
 from memstore.train.trainer import MemoryTrainer
 from memstore.train.training import (
@@ -49,7 +49,6 @@ from memstore.train.training import (
     Start,
     Training,
     config_of,
-    digest_of_files,
     load_tokenizer,
     load_weights,
     starting,
