@@ -22,17 +22,8 @@ FILLER_START = (
     "I will quiz you about the important information there. "
 )
 NAMES = (
-    "Margaret",
-    "Tobias",
-    "Eleanor",
-    "Frederick",
-    "Beatrice",
-    "Leopold",
-    "Harriet",
-    "Dominic",
-    "Rosalind",
-    "Gilbert",
-)
+    "Margaret", "Tobias", "Eleanor", "Frederick", "Beatrice", "Leopold", "Harriet", "Dominic", "Rosalind", "Gilbert",
+)  # fmt: skip
 FOODS = ("cinnamon", "honey", "garlic", "ginger", "mustard", "saffron", "pepper", "vanilla", "mint", "butter")
 ANIMALS = ("tiger", "penguin", "elephant", "rabbit", "dolphin", "camel", "owl", "wolf", "turtle", "horse")
 PLACES = ("Lisbon", "Vienna", "Cairo", "Dublin", "Prague", "Havana", "Oslo", "Athens", "Warsaw", "Lima")

@@ -369,12 +369,13 @@ def as_tokens(tokens: Tokens) -> Tensor:
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InvalidArgument(f"tokens must be integers of shape [t] ({error}).") from None
+        why = "of a tokenizer's output pass input_ids" if isinstance(tokens, str | Mapping) else error
+        raise InvalidArgument(f"tokens must be integers of shape [t] ({why}).") from None
     check_tensor("tokens", ids)
     if ids.dim() == 1 and not ids.numel():
         return torch.empty(0, dtype=torch.int32)
     if ids.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no minimum for these
-        raise InvalidArgument(f"tokens must be signed integers such as torch.int64, not {ids.dtype}.")
+        ids = ids.long()
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InvalidArgument(f"tokens must be integers of shape [t], not {ids.dtype} of {list(ids.shape)}.")
     low, high = map(int, ids.aminmax())

@@ -13,17 +13,9 @@ from memstore.models.causal import ModelConfig
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "initializer_range",
-    "tie_word_embeddings",
-    *TOKENS,
-    "dtype",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "num_hidden_layers", "initializer_range", "tie_word_embeddings", *TOKENS, "dtype",
+)  # fmt: skip
 """Fields of a stock configuration that keep their names."""
 
 

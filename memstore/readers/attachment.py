@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
@@ -147,7 +147,8 @@ class Attachment(ABC):
         self._process_group = process_group
         self.share: Share | None = None
         """This rank's share of the blocks, if there are other ranks."""
-        self.names = [document] if isinstance(document, str) else None if document is None else list(document)
+        named = [document] if isinstance(document, str) else document
+        self.names = None if named is None else [*dict.fromkeys(named)]
         on = model.device if device is None and model.device.type == "cuda" else device
         self._places = _places(memory)
         self._opening: dict[str, Any] = {"mode": mode, "index": index, "device": on}
@@ -191,6 +192,8 @@ class Attachment(ABC):
                 self._join()
                 self._begin()
                 self._install(stack)
+                for name in ("__deepcopy__", "__reduce_ex__"):  # a copy would run, and search, the original
+                    replaced(stack, self.model, name, _refuse_copy)
             except BaseException:
                 self._memories = None
                 raise
@@ -761,6 +764,10 @@ def replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
     before = vars(thing).get(name)
     setattr(thing, name, value)
     stack.callback(partial(setattr, thing, name, before) if before else partial(delattr, thing, name))
+
+
+def _refuse_copy(_: object) -> NoReturn:
+    raise InvalidArgument("a model with a memory attached cannot be copied or pickled: leave the with block first")
 
 
 def before_calls(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:

@@ -101,10 +101,12 @@ def test_a_landmark_model_is_measured_with_its_blocks_and_with_segments_alone() 
     assert all(row["window"] != pytest.approx(row["memory"], rel=1e-3) for row in rows)
     size = model.config.segment_tokens
     with torch.no_grad():
-        last = model(tokens[None, 392:399]).logits[0]
-    expected = F.cross_entropy(last, tokens[393:400], reduction="none")
-    assert 392 % size == 0
-    assert segments_alone(model, tokens, 60)[-7:] == pytest.approx(expected, rel=1e-4)
+        last = model(tokens[None, 399 - size : 399]).logits[0]
+    expected = F.cross_entropy(last, tokens[400 - size :], reduction="none")
+    assert segments_alone(model, tokens, 60)[-size:] == pytest.approx(expected, rel=1e-4)
+    for begin in (0, 60, 300, 339):  # where a text begins changes nothing
+        assert segments_alone(model, tokens[begin:], 60)[-size:] == pytest.approx(expected, rel=1e-4)
+    assert rows[0]["window"] == pytest.approx(rows[1]["window"], rel=1e-4)
 
 
 def test_a_memorizing_transformer_is_measured_with_its_memory_and_with_windows_alone() -> None:

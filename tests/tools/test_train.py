@@ -18,7 +18,7 @@ from memstore.train.corpora import train_tokenizer
 from memstore.train.trainer import MemoryTrainer
 from tests.tools.conftest import Cli
 
-FAILED, USAGE, NOT_FOUND, REFUSED, INTERRUPTED = 1, 2, 3, 5, 130
+FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED = 1, 2, 3, 4, 5, 130
 PATIENCE = 180  # seconds, on a machine that does other things too
 
 
@@ -75,6 +75,7 @@ def test_fine_tuning_and_its_fields(cli: Cli, drt: Path, tmp_path: Path) -> None
         (["{text}", "--context", 1_000_000], "more text or a smaller --context"),
         (["{text}", "--init", "{drt}", "--block-size", 64], "--block-size 64 does not fit"),
         (["{text}", "--init", "{drt}", "--preset", "tiny"], "--preset is for new models"),
+        (["{text}", "--tokenizer", "{drt}", "--vocabulary", 300], "leave --vocabulary out"),
         (["{text}", "--groups", 5], "--groups must divide the 2 upper layers"),
         (["{text}", "--learning-rate", 3], "learning_rate must be above 0 and below 1"),
         (["{text}", "--device", "tpu"], "device must be auto or cpu"),
@@ -98,6 +99,13 @@ def test_what_is_missing_is_named(cli: Cli, text: Path, tmp_path: Path, argument
     outcome = cli("train", "drt", *[each.format(text=text) for each in arguments], "--out", tmp_path / "run")
     assert outcome.code == NOT_FOUND
     assert arguments[-1] in outcome.err
+
+
+def test_a_damaged_tokenizer_is_damaged_and_not_missing(cli: Cli, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    outcome = cli("train", "drt", text, "--tokenizer", tmp_path, "--out", tmp_path / "run")
+    assert outcome.code == DAMAGED
+    assert f"the tokenizer in {tmp_path} is damaged" in outcome.err
 
 
 def test_a_training_that_diverges_ends_with_its_own_message(

@@ -218,19 +218,9 @@ _TINY = {
     "rope_context_length": 512,
 }
 _7B = {
-    "vocab_size": 100_278,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "full_attn_interleave": 4,
-    "norm_after": True,
-    "layerwise_qk_norm": True,
-    "layerwise_lmkq_norm": True,
-    "lmk_q_lora_dim": 256,
-    "enable_external_lmk_embed": True,
-    "enable_softmax1": False,
-    "rope_theta": 500_000.0,
-    "hope_in_windows": False,
-}
+    "vocab_size": 100_278, "hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "full_attn_interleave": 4, "norm_after": True, "layerwise_qk_norm": True,
+    "layerwise_lmkq_norm": True, "lmk_q_lora_dim": 256, "enable_external_lmk_embed": True, "enable_softmax1": False,
+    "rope_theta": 500_000.0, "hope_in_windows": False,
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {"tiny": _TINY, "7b": _7B}

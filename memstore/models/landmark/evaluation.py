@@ -82,10 +82,13 @@ def _scores(document: Document, cache: LandmarkCache, layer: int, questions: Que
 
 
 def after_window(model: LandmarkForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """See ``Losses``. Each segment is computed with a cache of its own, so nothing is retrieved."""
-    size = model.config.segment_tokens
-    starts = range((len(text) - scored - 1) // size * size, len(text) - 1, size)
-    alone = [losses(model, LandmarkCache(model.config, 1), text[start : start + size + 1]) for start in starts]
+    """See ``Losses``. Each segment is computed with a cache of its own, so nothing is retrieved.
+
+    Segments are counted from the end, so the context of a token does not depend on the length of the text.
+    """
+    size, last = model.config.segment_tokens, len(text) - 1
+    pieces = [text[max(0, end - size) : end + 1] for end in range(last, last - scored, -size)]
+    alone = [losses(model, LandmarkCache(model.config, 1), piece) for piece in reversed(pieces)]
     return torch.cat(alone)[-scored:]
 
 

@@ -274,14 +274,6 @@ def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
 
 
 LANDMARK = Training(
-    kinds.LANDMARK,
-    LandmarkConfig,
-    LandmarkForCausalLM,
-    train,
-    LandmarkTextTrainer,
-    _NeedleTrainer,
-    LANDMARK_RECIPES,
-    landmark_of_stock,
-    with_adapters,
-    lora_config,
-)
+    kinds.LANDMARK, LandmarkConfig, LandmarkForCausalLM, train, LandmarkTextTrainer, _NeedleTrainer, LANDMARK_RECIPES,
+    landmark_of_stock, with_adapters, lora_config,
+)  # fmt: skip

@@ -434,7 +434,7 @@ def implementation(model: PreTrainedModel, name: str, attention: Any, mask: Any)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.utils import logging
 
-    before = _implementations(model)
+    before = implementations(model)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     verbosity = logging.get_verbosity()
@@ -451,7 +451,8 @@ def implementation(model: PreTrainedModel, name: str, attention: Any, mask: Any)
         logging.set_verbosity(verbosity)
 
 
-def _implementations(model: PreTrainedModel) -> list[tuple[Any, Any]]:
+def implementations(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the configs of ``model``, each with the name of its attention function."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [
         (c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -364,6 +364,9 @@ class CallLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the call makes room for states when they come."""
+
+    def __reduce__(self) -> NoReturn:  # pickle and copy ask it
+        raise InvalidArgument("a cache with a memory cannot be copied or pickled: pass the prompt again")
 
     def crop(self, _tokens_to_remove: int) -> None:
         """Raise, because blocks retrieved for the removed tokens would stay."""

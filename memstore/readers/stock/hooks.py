@@ -25,7 +25,7 @@ from memstore.readers.caches import CACHE, cache_in, cache_with, check_new
 from memstore.readers.fingerprint import WeightCheck
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks
-from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
+from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation, implementations
 from memstore.readers.stock.call import Call, LayerStates
 from memstore.readers.stock.selection import Selection
 
@@ -437,13 +437,25 @@ def check_free(model: nn.Module) -> None:
     """Raise ``InvalidArgument`` if ``model`` has a memory: it cannot get a second one, or be examined for one."""
     if any(module in _PLANS for module in model.modules()):
         raise InvalidArgument("this model already has a memory attached. Leave that with block first")
+    if any(name == NAME for _, name in implementations(model)):
+        raise _foreign_config()
+
+
+def _foreign_config() -> InvalidArgument:
+    return InvalidArgument(
+        "the config of this model is shared with a model that has a memory attached, or was copied from it: give the "
+        "model a config of its own, with attn_implementation='sdpa'"
+    )
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The attention function for transformers. Its inputs are states of the segment only, without positions."""
-    hooks, plan = _PLANS[module]
+    try:
+        hooks, plan = _PLANS[module]
+    except KeyError:
+        raise _foreign_config() from None
     call = hooks._call
     assert call is not None, "attention ran outside of a forward pass of the base model"
     if kwargs.get("dropout"):
@@ -498,9 +510,10 @@ def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
     if mask.dtype != torch.bool and not bool((mask == kept).all()):
         raise InvalidArgument("attention_mask must be 0 for hidden tokens and 1 for all others; got other values")
     mask = kept
-    if count not in (tokens, total) and count < total:
+    if count not in (tokens, total, total + call.seen.direct.stop):
         raise InvalidArgument(
-            f"attention_mask must cover the {tokens} new tokens, or all {total} since the prompt began; got {count}"
+            f"attention_mask must cover the {tokens} new tokens, or all {total} since the prompt began, or these and "
+            f"the {call.seen.direct.stop} of the document; got {count}"
         )
     if call.padding is None and bool(mask.all()):
         return None
