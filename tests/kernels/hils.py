@@ -158,7 +158,9 @@ def interpreted() -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN
     assert _tiles.interpreted()
-    return {
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = errors(inputs(CASES["blocks of 8"], torch.float16), backend="triton")
+    return {"under autocast": under} | {
         f"{name} ({str(dtype).removeprefix('torch.')})": errors(inputs(CASES[name], dtype), backend="triton")
         for dtype, names in ((torch.float32, CASES), (torch.float16, HALF))
         for name in names

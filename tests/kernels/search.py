@@ -61,6 +61,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
         queries, landmarks = queries.round(), landmarks[:, torch.arange(case.n) % 11].round()
     if case.special == "strided":
         landmarks = landmarks.transpose(0, 1).contiguous().transpose(0, 1)
+        wanted = (torch.rand(2 * case.n, generator=generator) < 0.5)[::2]
     return queries, landmarks.to(dtype), wanted
 
 

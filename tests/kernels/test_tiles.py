@@ -13,7 +13,7 @@ import torch
 from tests.kernels.child import program
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-from memstore.kernels._tiles import TiledKernel, padded
+from memstore.kernels._tiles import TiledKernel, padded, precision
 from memstore.kernels.grouped_cross_attention import triton as gca
 from memstore.kernels.knn_attention import triton as knn
 from memstore.kernels.landmark_attention import triton as landmark
@@ -47,6 +47,17 @@ def test_every_size_has_tiles_on_every_device(table: Any) -> None:
 def test_all_kernels_have_tiles() -> None:
     kernels = (gca._forward_kernel, gca._blocks_kernel, knn._backward_kernel, landmark._keys_kernel)
     assert all(isinstance(kernel, TiledKernel) for kernel in kernels)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="new in PyTorch 2.9")
+@pytest.mark.parametrize(("told", "expected"), [("tf32", "tf32"), ("ieee", "tf32x3")])
+def test_the_newer_name_of_the_precision_counts(told: str, expected: str) -> None:
+    """The older getters raise once it was set."""
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, told
+    try:
+        assert (precision(torch.float32), precision(torch.bfloat16)) == (expected, "ieee")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ WRONG: dict[str, Callable[[memstore.Memory, memstore.Document], Any]] = {
     "gather device": lambda m, d: d.layer(0).gather([0], device="nonsense"),  # type: ignore[arg-type]
     "gather steps": lambda m, d: d.layer(0).gather(range(0, 4, 2)),
     "gather meta": lambda m, d: d.layer(0).gather(torch.zeros(1, dtype=torch.int64, device="meta")),
-    "tokens uint64": lambda m, d: d.append(torch.zeros(3, dtype=torch.uint64)),
+    "tokens uint64": lambda m, d: d.append(torch.tensor([2**63], dtype=torch.uint64)),
     "tokens meta": lambda m, d: d.append(torch.zeros(3, dtype=torch.int64, device="meta")),
     "landmarks list": lambda m, d: d.layer(0).landmarks([0, 1]),  # type: ignore[arg-type]
     "landmarks number": lambda m, d: d.layer(0).landmarks(1),  # type: ignore[arg-type]

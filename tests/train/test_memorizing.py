@@ -31,7 +31,7 @@ from memstore.models.memorizing.training import (
     train_on_documents,
 )
 from memstore.train import Optimisation, corpora
-from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at
+from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at, without_digests
 from tests.train.two_memorizing import train as train_as_one
 
 SIZES: dict[str, Any] = {
@@ -163,6 +163,7 @@ def test_rows_of_two_processes_read_what_those_of_one_would(texts: Path, tmp_pat
 
 def test_a_checkpoint_without_its_memory_is_refused(texts: Path, tmp_path: Path) -> None:
     checkpoint = stopped_at(7, lambda: train(texts, tmp_path / "run"), tmp_path / "run")
+    without_digests(checkpoint)
     (checkpoint / "memory-0.safetensors").unlink()
     with pytest.raises(DamagedError, match="Remove the folder"):
         train(texts, tmp_path / "run")

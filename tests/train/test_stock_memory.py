@@ -22,7 +22,7 @@ from memstore.models.memorizing.training import StockTrainer, train_stock_memory
 from memstore.train import Optimisation
 from tests.eval.drts import byte_tokenizer
 from tests.models.stock import small_llama
-from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at
+from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at, without_digests
 
 SHORT = Optimisation(steps=16, batch=2, accumulate=2, learning_rate=0.05, seed=3)
 OWN = "model.layers.1.self_attn.knn_memory."
@@ -108,6 +108,7 @@ def test_an_interrupted_training_goes_on_with_the_memory_to_the_same_result(
 
 def test_a_checkpoint_without_its_memory_is_refused(stock: Path, texts: Path, tmp_path: Path) -> None:
     checkpoint = stopped_at(7, lambda: train(stock, texts, tmp_path / "run"), tmp_path / "run")
+    without_digests(checkpoint)
     (checkpoint / "memory-0.safetensors").unlink()
     with pytest.raises(DamagedError, match="Remove the folder"):
         train(stock, texts, tmp_path / "run")

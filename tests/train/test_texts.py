@@ -59,6 +59,19 @@ def test_an_interrupted_training_resumes_to_the_same_result(trained: Trained, te
     assert [step for step, _ in losses(tmp_path / "run")] == [4, 8, 12, 16]
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json", "model.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_is_not_resumed(name: str, trained: Trained, text: Path, tmp_path: Path) -> None:
+    """transformers begins with new moments and another learning rate, and says nothing."""
+
+    def again() -> dict[str, Any]:
+        return train_on_texts([text], tmp_path / "run", context=CONTEXT, valid=0.1, optimisation=SHORT, runtime=RUNTIME)
+
+    checkpoint = stopped_at(13, again, tmp_path / "run")
+    (checkpoint / name).unlink()
+    assert again()["resumed_from_step"] == 5
+    assert same_weights(tmp_path / "run", trained.folder)
+
+
 def test_a_finished_run_is_not_trained_again(trained: Trained, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_step(monkeypatch, 1, stop)
     again = train_on_texts([text], trained.folder, context=CONTEXT, valid=0.1, optimisation=SHORT, runtime=RUNTIME)
