@@ -317,6 +317,7 @@ def summarise(file: dict[str, Any]) -> None:
             if not losses:
                 continue
             found[length] = {"perplexity": round(math.exp(fmean(map(fmean, losses.values()))), 2)}
+            found[length]["by_seed"] = [round(math.exp(fmean(each)), 2) for each in losses.values()]
             window = {
                 seed: each for seed in losses if (each := windows.get(seed, {}).get("perplexity", {}).get(length))
             }
@@ -338,8 +339,10 @@ def show(file: dict[str, Any]) -> None:
     print(", ".join(f"{name}: {value}" for name, value in file["about"].items()) + "\n")
     head = ["", "model", *(f"{length:,}" for length in lengths)]
     print("| " + " | ".join(head) + " |\n|---|---|" + "---:|" * len(lengths))
+    # Where rows have different seeds, their means cannot be compared.
+    cell = _apart if len({len(seeds) for seeds in rows.values()}) == 1 else _by_seed
     for name, found in file["summary"].items():
-        print("| " + " | ".join(["perplexity", name, *(_apart(found.get(str(length))) for length in lengths)]) + " |")
+        print("| " + " | ".join(["perplexity", name, *(cell(found.get(str(length))) for length in lengths)]) + " |")
     for task, title in TASKS.items():
         for name, seeds in rows.items():
             right = [[row[task].get(str(length)) for row in seeds.values()] for length in lengths]
@@ -355,7 +358,11 @@ def _right(seeds: Sequence[list[int] | None]) -> str:
     return f"{', '.join(str(each[0]) if each else '0' for each in seeds)} of {asked[0][1]}" if asked else "-"
 
 
-def _apart(found: dict[str, float] | None) -> str:
+def _by_seed(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else ", ".join(f"{each:.1f}" for each in found["by_seed"])
+
+
+def _apart(found: dict[str, Any] | None) -> str:
     if found is None:
         return "-"
     apart = f" ({found['minus_window']:+.3f} ± {found['error']:.3f})" if "error" in found else ""

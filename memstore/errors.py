@@ -115,7 +115,7 @@ class UnsupportedModel(MemstoreError, TypeError):
     code = "unsupported-model"
 
 
-class Cancelled(MemstoreError):
+class CancelledError(MemstoreError):
     """The work was cancelled, because nobody waits for its result. Commits made so far stay."""
 
 

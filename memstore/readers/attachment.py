@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from memstore.device_copies import background_workers, own_types, to_device
 from memstore.errors import (
-    Cancelled,
+    CancelledError,
     DamagedError,
     ForeignMemory,
     InvalidArgument,
@@ -157,7 +157,7 @@ class Attachment(ABC):
         self.observers: list[Observer] = []
         """They see what calls of the model retrieve, but not what reading retrieves."""
         self.stopping: Callable[[], bool] = lambda: False
-        """Checked while texts are read and searched for. If it returns True, the work stops with ``Cancelled``."""
+        """Checked while texts are read and searched for. If it returns True, the work stops with ``CancelledError``."""
         for what, given in (("memories", self._places), ("documents", self.names or [])):
             if len(given) > 1 and not self.several:
                 raise InvalidArgument(
@@ -489,7 +489,9 @@ class Attachment(ABC):
                         _return_freed_memory()
                         written = 0
                     if self.stopping():
-                        raise Cancelled(f"reading {job.document.name} was cancelled; the part that was read is stored")
+                        raise CancelledError(
+                            f"reading {job.document.name} was cancelled; the part that was read is stored"
+                        )
         return time.perf_counter() - begun
 
     def _result(self, job: Job, stored: int, reused: int, seconds: float) -> ReadResult:

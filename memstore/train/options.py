@@ -174,8 +174,6 @@ class SegmentOptions(TrainingOptions):
 def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None:
     """Raise ``InvalidArgument`` for ``given`` options that are not among those ``fitting`` for ``kind``."""
     unfit = sorted(given.keys() - fitting)
-    if given.keys() >= {"tokenizer", "vocabulary"}:
-        raise InvalidArgument("--tokenizer brings its own vocabulary: leave --vocabulary out")
     if unfit:
         options = ", ".join("--" + name.replace("_", "-") for name in unfit)
         raise InvalidArgument(f"{kind} does not take {options}; leave it out.")

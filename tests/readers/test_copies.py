@@ -55,9 +55,9 @@ def test_a_model_that_shares_its_config_is_told_so_and_both_work_afterwards() ->
             reader.read(TEXT)
             for config in (model.config, copy.deepcopy(model.config)):
                 made: Any = LlamaForCausalLM(config).eval()
-                with pytest.raises(InvalidArgument, match="give the model a config of its own"):
+                with pytest.raises(InvalidArgument, match="Give the model a config of its own"):
                     made(PROMPT)
-            with pytest.raises(InvalidArgument, match="give the model a config of its own"):
+            with pytest.raises(InvalidArgument, match="Give the model a config of its own"):
                 memstore.attach(other, "ram:").open()
         assert all(torch.equal(each(PROMPT).logits, was) for each, was in zip((model, other), before, strict=True))
     with memstore.attach(other, "ram:") as reader:

@@ -28,7 +28,7 @@ from typing import Any, cast
 import pytest
 
 import memstore
-from memstore.errors import Cancelled, MemstoreError
+from memstore.errors import CancelledError, MemstoreError
 from memstore.index.words import words_of
 from memstore.readers.asking import Answer
 from memstore.resources import memory_in_use
@@ -381,7 +381,7 @@ def test_an_answer_that_nobody_waits_for_is_broken_off(
         begun.set()
         try:
             made.append(answer(worker, job))
-        except Cancelled as error:  # it had not begun to speak
+        except CancelledError as error:  # it had not begun to speak
             made.append(error)
             raise
         finally:
@@ -396,7 +396,7 @@ def test_an_answer_that_nobody_waits_for_is_broken_off(
         assert begun.wait(60)
         client.close()
         assert ended.wait(60)
-    assert isinstance(made[0], Cancelled) or (isinstance(made[0], Result) and made[0].tokens < 1000)
+    assert isinstance(made[0], CancelledError) or (isinstance(made[0], Result) and made[0].tokens < 1000)
 
 
 def test_a_damaged_block_is_an_error_with_the_words_of_the_memory(shelf: Path, tmp_path: Path) -> None:
@@ -841,7 +841,7 @@ def test_lines_take_turns_and_a_full_queue_has_room_for_each(monkeypatch: pytest
 
 def test_earlier_messages_are_not_read_for_nobody() -> None:
     ask, frame = SimpleNamespace(before=[("Hello", "Yes?")]), SimpleNamespace(opening="")
-    with pytest.raises(Cancelled):
+    with pytest.raises(CancelledError):
         _prompt(cast("Any", None), cast("Any", frame), cast("Any", ask), job_of("a", [], left=True))
 
 

@@ -75,7 +75,6 @@ def test_fine_tuning_and_its_fields(cli: Cli, drt: Path, tmp_path: Path) -> None
         (["{text}", "--context", 1_000_000], "more text or a smaller --context"),
         (["{text}", "--init", "{drt}", "--block-size", 64], "--block-size 64 does not fit"),
         (["{text}", "--init", "{drt}", "--preset", "tiny"], "--preset is for new models"),
-        (["{text}", "--tokenizer", "{drt}", "--vocabulary", 300], "leave --vocabulary out"),
         (["{text}", "--groups", 5], "--groups must divide the 2 upper layers"),
         (["{text}", "--learning-rate", 3], "learning_rate must be above 0 and below 1"),
         (["{text}", "--device", "tpu"], "device must be auto or cpu"),

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from memstore.device_copies import on_host, to_device
-from memstore.errors import Cancelled, InvalidArgument
+from memstore.errors import CancelledError, InvalidArgument
 from memstore.kernels import native as compiler
 from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
@@ -318,7 +318,7 @@ class IndexedReader(Reader):
                 "a layer of this model was called by itself, not in a pass of the model: call the model"
             )
         if self._call._new > 1 and self.stopping():
-            raise Cancelled("the work was cancelled, because nobody waits for its result")
+            raise CancelledError("the work was cancelled, because nobody waits for its result")
         return self._call.attend(layer, hidden, given)
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

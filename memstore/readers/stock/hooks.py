@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memstore.device_copies import own_types, to_device
-from memstore.errors import Cancelled, InvalidArgument
+from memstore.errors import CancelledError, InvalidArgument
 from memstore.readers.asking import Query
 from memstore.readers.attachment import before_calls, replaced, uncompiled
 from memstore.readers.caches import CACHE, cache_in, cache_with, check_new
@@ -443,8 +443,8 @@ def check_free(model: nn.Module) -> None:
 
 def _foreign_config() -> InvalidArgument:
     return InvalidArgument(
-        "the config of this model is shared with a model that has a memory attached, or was copied from it: give the "
-        "model a config of its own, with attn_implementation='sdpa'"
+        "this model shares its config with one that has a memory attached, or got a copy of it. Give the model a "
+        "config of its own, with attn_implementation='sdpa'"
     )
 
 
@@ -463,7 +463,7 @@ def _attention(
             f"attention_dropout={kwargs['dropout']} is not supported with a memory: call model.eval(), or set it to 0"
         )
     if call.tokens > 1 and hooks.stopping():
-        raise Cancelled("the work was cancelled, because nobody waits for its result")
+        raise CancelledError("the work was cancelled, because nobody waits for its result")
     if hooks.heads is not None:
         query, key, value = hooks.heads.whole((query, key, value))
     if hooks._tap is not None and hooks.selection.by_layer:
@@ -512,8 +512,8 @@ def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
     mask = kept
     if count not in (tokens, total, total + call.seen.direct.stop):
         raise InvalidArgument(
-            f"attention_mask must cover the {tokens} new tokens, or all {total} since the prompt began, or these and "
-            f"the {call.seen.direct.stop} of the document; got {count}"
+            f"attention_mask must cover the {tokens} new tokens, or all {total} since the prompt began; got {count}. "
+            f"It may also cover the {call.seen.direct.stop} of the document before them"
         )
     if call.padding is None and bool(mask.all()):
         return None

@@ -585,15 +585,16 @@ def _command_line() -> str:
 
 
 def _in_use(folder: Path) -> str:
+    way = "wait for it"
     try:
         told = json_checks.parse(paths.read(folder, HOLDER_NAME, _MOST_TOLD), HOLDER_NAME, _MOST_TOLD)
         facts: dict[str, Any] = json_checks.fit(told, _HOLDER, HOLDER_NAME)
         command = repr(facts["command"])[1:-1]  # escapes control characters, which a terminal would obey
-        mine = " (this one)" if facts["pid"] == os.getpid() else ""
+        mine, way = (" (this one)", "close it there first") if facts["pid"] == os.getpid() else ("", way)
         since = datetime.fromisoformat(facts["started"]).astimezone()
         today = since.date() == datetime.now().astimezone().date()
         holder = f"process {facts['pid']}{mine} ({command}) since {since:%H:%M}"
         holder += "" if today else f" on {since:%Y-%m-%d}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, DamagedError):
         holder = "another process"
-    return f"memory {folder} is being written by {holder}; wait for it. Reading works meanwhile"
+    return f"memory {folder} is being written by {holder}; {way}. Reading works meanwhile"

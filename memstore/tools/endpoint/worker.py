@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memstore.errors import Cancelled, MemstoreError, NotFound
+from memstore.errors import CancelledError, MemstoreError, NotFound
 from memstore.memory.shared import CHAT, not_found
 from memstore.readers.asking import (
     INSTRUCTION,
@@ -355,12 +355,12 @@ def receipt_of(made: Answer) -> dict[str, Any]:
 def _prompt(reader: Reader, frame: Template, ask: Ask, job: QueuedJob) -> Prompt:
     """Build the prompt: the question after earlier messages. Names of control tokens in messages stay plain text.
 
-    Raises ``Refusal`` as soon as it is too long, and ``Cancelled`` if nobody waits any more.
+    Raises ``Refusal`` as soon as it is too long, and ``CancelledError`` if nobody waits any more.
     """
     tokens, before = list[int](), frame.opening
     for question, answer in ask.before:
         if job.left.is_set():
-            raise Cancelled("the client has left")
+            raise CancelledError("the client has left")
         if reason := too_long(reader.model, len(tokens), 1):
             raise Refusal(f"{reason}, later messages not counted", param="messages", code="context_length_exceeded")
         tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, question)
