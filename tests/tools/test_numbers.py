@@ -62,7 +62,6 @@ ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("
 """The newest run of each precision."""
 LONG = rows("eval-passkey-100m")["rows"][0]
 RIGHT = next(row for row in rows("questions-answers")[0]["answers"] if row["with"] == "the right paragraphs")
-CARRIERS = {row["with"]: row for run in rows("answers") if run["task"] == "squad, carriers" for row in run["rows"]}
 ANSWERS = {row["with"]: row for row in rows("answers")[0]["rows"]}
 
 MILLION = [each for each in rows("index")["rows"] if each["what"] == "index" and each["keys"] == 1_048_576]
@@ -181,8 +180,10 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"\| (\d+) right as states alone", lambda: look_alikes("memory")),
     (r"as states alone; (\d+) as text", lambda: look_alikes("memory, as text")),
     (r"as text; (\d+) with all of the text", lambda: look_alikes("full attention")),
-    (r"Of 100 of them: ([\d.]+)", lambda: f"{CARRIERS['memory']['has']:.2f}"),
-    (r"with that paragraph alone ([\d.]+)", lambda: f"{CARRIERS['1 quoted as text']['has']:.2f}"),
+    (r"run of all carriers: ([\d.]+)", lambda: f"{given('squad, six texts', 'states and a quote')['has']:.2f}"),
+    (r"with that paragraph alone ([\d.]+)", lambda: f"{given('squad, six texts', 'the quote alone')['has']:.2f}"),
+    (r"blocks as states alone ([\d.]+)", lambda: f"{given('squad, six texts', 'states')['has']:.2f}"),
+    (r"blocks as states alone [\d.]+, as text ([\d.]+)\. Of", lambda: f"{given('squad, six texts', 'text')['has']:.2f}"),
     (r"need two paragraphs\]\(\S+\): ([\d.]+)", lambda: f"{given('hotpotqa', 'states and a quote')['has']:.2f}"),
     (r"with it alone ([\d.]+)", lambda: f"{given('hotpotqa', 'the quote alone')['has']:.2f}"),
     (r"with the same 8 blocks as text ([\d.]+)", lambda: f"{given('hotpotqa', 'text')['has']:.2f}"),
