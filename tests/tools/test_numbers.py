@@ -183,7 +183,7 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"run of all carriers: ([\d.]+)", lambda: f"{given('squad, six texts', 'states and a quote')['has']:.2f}"),
     (r"with that paragraph alone ([\d.]+)", lambda: f"{given('squad, six texts', 'the quote alone')['has']:.2f}"),
     (r"blocks as states alone ([\d.]+)", lambda: f"{given('squad, six texts', 'states')['has']:.2f}"),
-    (r"blocks as states alone [\d.]+, as text ([\d.]+)\. Of", lambda: f"{given('squad, six texts', 'text')['has']:.2f}"),
+    (r"states alone [\d.]+, as text ([\d.]+)\. Of", lambda: f"{given('squad, six texts', 'text')['has']:.2f}"),
     (r"need two paragraphs\]\(\S+\): ([\d.]+)", lambda: f"{given('hotpotqa', 'states and a quote')['has']:.2f}"),
     (r"with it alone ([\d.]+)", lambda: f"{given('hotpotqa', 'the quote alone')['has']:.2f}"),
     (r"with the same 8 blocks as text ([\d.]+)", lambda: f"{given('hotpotqa', 'text')['has']:.2f}"),
