@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -185,6 +186,9 @@ def work_until_one_dies(rank: int, size: int, folder: str, told: int) -> None:
     """Answer until the second rank dies after ``told`` exchanges (-1: before it joins). Write down the errors."""
     module.PATIENCE = timedelta(seconds=20 if told >= 0 else 5)
     join(rank, size, folder)
+    Path(f"{folder}/joined-{rank}").touch()  # a barrier would fail itself where the second rank leaves it first
+    while len([*Path(folder).glob("joined-*")]) < size:
+        time.sleep(0.01)
     tell, left = dist.all_gather, iter(range(max(told, 0), -1, -1))
 
     def die(*arguments: Any, **options: Any) -> None:
