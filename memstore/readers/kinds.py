@@ -407,7 +407,10 @@ def load_folder(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
 
 
 def encode(tokenizer: Any, text: str, *, controls: bool = False) -> list[int]:
-    """Return the token ids of a user's ``text``, where names of control tokens are text, unless ``controls`` count."""
+    """Return the token ids of a user's ``text``, where names of control tokens are text, unless ``controls`` count.
+
+    Special tokens are not added. Raises ``InvalidArgument`` for a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

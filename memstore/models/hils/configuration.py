@@ -209,14 +209,9 @@ class _HoPE(Rotary):
 
 
 _TINY = {
-    "chunk_size": 32,
-    "hils_topk": 4,
-    "sliding_window": 64,
-    "lmk_q_lora_dim": 16,
-    "enable_external_lmk_embed": True,
-    "enable_softmax1": False,
-    "rope_context_length": 512,
-}
+    "chunk_size": 32, "hils_topk": 4, "sliding_window": 64, "lmk_q_lora_dim": 16, "enable_external_lmk_embed": True,
+    "enable_softmax1": False, "rope_context_length": 512,
+}  # fmt: skip
 _7B = {
     "vocab_size": 100_278, "hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32,
     "num_hidden_layers": 32, "full_attn_interleave": 4, "norm_after": True, "layerwise_qk_norm": True,
