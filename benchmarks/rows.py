@@ -1,0 +1,70 @@
+"""Print the tables that result files hold: each list of records as a table, what else there is as facts.
+
+python -m benchmarks.rows benchmarks/results/landmark-perplexity.json benchmarks/results/questions-ruler.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memstore.report import Page
+
+
+def show(page: Page, data: Any, title: str = "") -> None:
+    """Print one file's content."""
+    if _records(data):
+        rows = [dict(_flat(row)) for row in data]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        page.line(f"{title}:")
+        page.records([{name: row.get(name) for name in columns} for row in rows])
+        page.line()
+    elif isinstance(data, Mapping):
+        facts = dict(_flat({name: value for name, value in data.items() if not _holds_records(value)}))
+        page.facts({f"{title} {name}".strip(): value for name, value in facts.items()})
+        page.line()
+        for name, value in data.items():
+            if _holds_records(value):
+                show(page, value, f"{title} {name}".strip())
+    else:
+        for number, each in enumerate(data, 1):
+            show(page, each, f"{title} {number}".strip())
+
+
+def _records(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and all(
+        isinstance(row, Mapping) and not any(map(_holds_records, row.values())) for row in value
+    )  # fmt: skip
+
+
+def _holds_records(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_records, value.values()))
+    return isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
+
+
+def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name} ")
+        elif isinstance(value, list):
+            yield before + name, ", ".join(f"{each:.4g}" if isinstance(each, float) else str(each) for each in value)
+        else:
+            yield before + name, value
+
+
+def main(files: Sequence[str]) -> None:
+    """Print the tables of ``files``."""
+    if not files or files[0].startswith("-"):
+        raise SystemExit(__doc__)
+    for file in files:
+        page = Page()
+        page.line(Path(file).name)
+        show(page, json.loads(Path(file).read_text("utf-8")))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
