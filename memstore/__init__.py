@@ -34,28 +34,10 @@ if TYPE_CHECKING:
     from memstore.readers.reader import Reader, attach
 
 __all__ = [
-    "DamagedError",
-    "Document",
-    "Fingerprint",
-    "ForeignMemory",
-    "InvalidArgument",
-    "Memory",
-    "MemoryInUse",
-    "MemorySpec",
-    "MemstoreError",
-    "NotAMemory",
-    "NotFound",
-    "ReadOnlyMemory",
-    "Reader",
-    "Retrieval",
-    "StoreFull",
-    "UnsupportedModel",
-    "__version__",
-    "attach",
-    "copy",
-    "open",
-    "read_many",
-]
+    "DamagedError", "Document", "Fingerprint", "ForeignMemory", "InvalidArgument", "Memory", "MemoryInUse",
+    "MemorySpec", "MemstoreError", "NotAMemory", "NotFound", "ReadOnlyMemory", "Reader", "Retrieval", "StoreFull",
+    "UnsupportedModel", "__version__", "attach", "copy", "open", "read_many",
+]  # fmt: skip
 
 
 __getattr__ = lazy(

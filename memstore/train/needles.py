@@ -177,7 +177,8 @@ class NeedleRows(Dataset[Any]):
         seed: int,
     ) -> None:
         """``texts``: the texts around the needles. ``count``: batches. Raises ``InvalidArgument`` for a short text."""
-        longest = (max(*recipe.blocks, *(recipe.closing_blocks if recipe.closing else ())) + 1) * tokens_per_block
+        most = max(*recipe.blocks, *(recipe.closing_blocks if recipe.closing else ()))
+        longest = (most + recipe.answers) * tokens_per_block
         if (shortest := min(map(len, texts))) <= longest:
             raise InvalidArgument(
                 f"a text has {shortest:,} tokens, but rows of {recipe.name} have up to {longest:,}: train on more text"
@@ -209,8 +210,8 @@ class NeedleRows(Dataset[Any]):
         return {"input_ids": ids.long(), "answer": answer, "free": free}
 
     def _rows(self, blocks: int) -> int:
-        """Return how many rows of ``blocks`` blocks, plus one for the answer, fit into a step."""
-        return max(1, self._recipe.tokens // ((blocks + 1) * self._tokens_per_block))
+        """Return how many rows of ``blocks`` blocks, plus those of the answers, fit into a step."""
+        return max(1, self._recipe.tokens // ((blocks + self._recipe.answers) * self._tokens_per_block))
 
     def _least_blocks(self, riddle: Riddle) -> int:
         """Return the number of blocks that needles and question need."""
@@ -225,20 +226,13 @@ class NeedleRows(Dataset[Any]):
         return EXERCISES[task](self._phrases, plain)
 
     def _row(self, rng: Generator, plain: random.Random, exercise: _Exercise, blocks: int, hard: bool) -> _Row:
-        riddle = exercise.riddle
-        start, length = blocks * self._tokens_per_block + 1, (blocks + 1) * self._tokens_per_block
+        riddle, size, answers = exercise.riddle, self._tokens_per_block, self._recipe.answers
+        start, length = blocks * size + 1, (blocks + answers) * size
         room = start - len(riddle.question) - sum(map(len, riddle.needles))
         if not self._recipe.aligned:
-            earlier = plain.randint(0, min(room, self._tokens_per_block - 1))
+            earlier = plain.randint(0, min(room, size - 1))
             start, room = start - earlier, room - earlier
-        asked, wanted = self._asked(exercise, length - start)
-        after = length - start - len(asked)
-        if after < 0:
-            raise InvalidArgument(
-                f"the answers of {self._recipe.name} do not fit into a block of {self._tokens_per_block} tokens"
-            )
         answer, free = np.zeros(length, bool), np.ones(length, bool)
-        answer[start : start + len(asked)] = wanted
         free[start - 1 :] = False
         parts: list[Any] = []
         at, before = 0, 0
@@ -250,18 +244,33 @@ class NeedleRows(Dataset[Any]):
             at += len(needle)
             parts += [text[before:place], needle]
             before = place
-        parts += [text[before:], riddle.question, asked, self._text(rng, plain, after, hard)]
+        parts += [text[before:], riddle.question]
+        at = start
+        for question, wanted in self._asked(exercise, length - start):
+            if question and answers > 1:  # its last token begins the next block
+                gap = -(at + len(question) - 1) % size
+                parts.append(self._text(rng, plain, gap, hard))
+                at += gap
+            parts += [question, wanted]
+            at += len(question) + len(wanted)
+            answer[at - len(wanted) : at] = True
+        if at > length:
+            raise InvalidArgument(f"the answers of {self._recipe.name} do not fit into a block of {size} tokens")
+        parts.append(self._text(rng, plain, length - at, hard))
         return _Row(np.concatenate(parts, dtype=np.int32, casting="unsafe"), answer, free)
 
-    def _asked(self, exercise: _Exercise, room: int) -> tuple[list[int], list[bool]]:
-        """Return the answer with as many follow-ups as fit, and which of these tokens are answers."""
-        tokens = list(exercise.riddle.answer)
-        wanted = [True] * len(tokens)
-        for question, answer in exercise.follow_ups if self._recipe.follow_ups else ():
-            if len(tokens) + len(question) + len(answer) <= room:
-                tokens += question + answer
-                wanted += [False] * len(question) + [True] * len(answer)
-        return tokens, wanted
+    def _asked(self, exercise: _Exercise, room: int) -> list[Asked]:
+        """Return the answer of a row and more questions: one for each further block, or what fits into ``room``."""
+        asked = [(list[int](), exercise.riddle.answer)]
+        more = exercise.follow_ups if self._recipe.follow_ups else []
+        if self._recipe.answers > 1:
+            return asked + more[: self._recipe.answers - 1]
+        room -= len(exercise.riddle.answer)
+        for question, answer in more:
+            if len(question) + len(answer) <= room:
+                asked.append((question, answer))
+                room -= len(question) + len(answer)
+        return asked
 
     def _text(self, rng: Generator, plain: random.Random, count: int, hard: bool) -> Tokens:
         if hard and plain.random() < self._recipe.nonsense:

@@ -38,10 +38,9 @@ class Recipe:
     blocks: tuple[int, int] = (3, 7)
     """Fewest and most blocks of a row before its answer."""
     closing: float = 0.0
-    """Part of the training, at its end, with rows of ``closing_blocks``. All other parts count up to its start.
+    """Part of the training, at its end, with few, long rows of ``closing_blocks``. Other parts count up to its start.
 
-    It has few long rows, after everything is learned. The model can find things among some hundred tokens, and now
-    learns to find them among more.
+    The model can find things among some hundred tokens by then, and learns to find them among more.
     """
     closing_blocks: tuple[int, int] = (8, 47)
     """Fewest and most blocks of a row in that part."""
@@ -73,7 +72,9 @@ class Recipe:
     few_from: float = 0.0
     """Part of the training after which such numbers appear."""
     follow_ups: bool = True
-    """Whether the rest of an answer's block has more questions for the same list, so a row teaches more."""
+    """Whether more questions follow the first, so that a row teaches more."""
+    answers: int = 1
+    """Blocks of a row with an answer. With one, all its questions share a list, so it must hold what they ask for."""
     ramp: float = 0.0
     """Part of the training in which the longest numbers and the most blocks grow from the fewest."""
     share_rows: bool = True
@@ -124,7 +125,7 @@ class Recipe:
 
     def asking_only(self, task: str) -> Recipe:
         """Return the recipe with this task alone, in the form in which models are measured."""
-        return replace(self, stages=((0.0, {task: 1.0}),), follow_ups=False)
+        return replace(self, stages=((0.0, {task: 1.0}),), follow_ups=False, answers=1)
 
     def with_groups(self, groups: int) -> Recipe:
         """Return the recipe with the upper layers in ``groups`` groups that retrieve once each."""

@@ -130,6 +130,18 @@ def test_follow_ups_ask_for_more_and_can_be_left_out(tokenizer: PreTrainedTokeni
     assert [len(list(answers(row))) for row in measured] == [1] * len(measured)
 
 
+def test_each_of_several_answers_begins_behind_the_first_token_of_a_block(tokenizer: PreTrainedTokenizerBase) -> None:
+    recipe = replace(RECIPES["two-hop-cpu"], stages=((0.0, {"two-hop": 0.5, "one-hop": 0.5}),), answers=4)
+    batch = rows_of(recipe, tokenizer)[0]
+    assert batch["input_ids"].numel() <= recipe.tokens
+    for ids, asked in zip(batch["input_ids"], batch["answer"].tolist(), strict=True):
+        found = list(answers(asked))
+        assert [each.start % BLOCK for each in found] == [1] * 4
+        for each in found:
+            text = str(tokenizer.decode(ids[: each.start])).replace("The ", "|The ")  # only the first has a bar
+            check(text, str(tokenizer.decode(ids[each.start : each.stop])))
+
+
 def test_numbers_have_no_digit_twice_at_first_and_few_digits_later(tokenizer: PreTrainedTokenizerBase) -> None:
     recipe = replace(RECIPES["passkey-cpu"], distinct_until=0.5, few_from=0.5, few_digits=1.0, hard_from=1.1)
     rows = rows_of(recipe, tokenizer)

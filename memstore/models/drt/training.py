@@ -166,7 +166,7 @@ def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
     return model
 
 
-GROWN = ("upper_layers", "landmark_uses_own", "retrieval_top_k", "gumbel")
+GROWN = ("upper_layers", "landmark_uses_own", "retrieval_top_k", "gumbel", "window")
 """Settings that may differ in a model that grows from another."""
 
 
