@@ -177,6 +177,8 @@ def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None
     if unfit:
         options = ", ".join("--" + name.replace("_", "-") for name in unfit)
         raise InvalidArgument(f"{kind} does not take {options}; leave it out.")
+    if {"tokenizer", "vocabulary"} <= given.keys():
+        raise InvalidArgument("--tokenizer names a tokenizer, so none is trained: leave --vocabulary out")
 
 
 def check_fit(init: Path, given: Mapping[str, Any], there: Mapping[str, Any]) -> None:

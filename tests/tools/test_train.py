@@ -71,6 +71,7 @@ def test_fine_tuning_and_its_fields(cli: Cli, drt: Path, tmp_path: Path) -> None
         (["--recipe", "passkey-cpu", "--context", 500], "--recipe does not take --context"),
         (["--pairs", "pairs.jsonl"], "--pairs needs a trained model"),
         (["{text}", "--preset", "huge"], "there is no preset 'huge'"),
+        (["{text}", "--tokenizer", "folder", "--vocabulary", 300], "leave --vocabulary out"),
         (["{text}", "--context", 30], "two blocks"),
         (["{text}", "--context", 1_000_000], "more text or a smaller --context"),
         (["{text}", "--init", "{drt}", "--block-size", 64], "--block-size 64 does not fit"),
