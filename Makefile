@@ -71,12 +71,12 @@ format: $(READY) ## Put the code into the house format
 # What needs a model, a text or a memory of yours, or a GPU, is run by hand.
 BY_HAND := answers carriers chain factories gpu hils_table kept keysets knn_tables known landmark_finetune \
     landmark_passkeys landmark_tables lookups memorizing_stock memory_questions parallel pays position_jumps \
-    price prose query rows searches staleness tracing_models two_hops
+    price prose query rows searches staleness tracing_models training_speeds two_hops
 bench: $(READY) ## Measure what needs no model or text of your own, some minutes each
 	for name in $(filter-out $(BY_HAND),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do $(BIN)/python -m benchmarks.$$name; done
 
 papers: $(READY) ## Print the tables of the papers from their rows; each module says how to make them anew
-	@for table in hils_table "hils_table --output benchmarks/results/hils-table-long.json" two_hops position_jumps landmark_passkeys staleness offloading; do \
+	@for table in hils_table "hils_table --output benchmarks/results/hils-table-long.json" two_hops position_jumps landmark_passkeys staleness training_speeds offloading; do \
 	    printf '\n## python -m benchmarks.%s --print\n\n' "$$table"; $(BIN)/python -m benchmarks.$$table --print || exit; done
 	@printf '\n## python -m benchmarks.rows FILE...\n\n'; $(BIN)/python -m benchmarks.rows $(patsubst %,benchmarks/results/%.json, \
 	    landmark-perplexity landmark-context-miss memorizing-perplexity memorizing-smollm2 questions-ruler)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import memstore
-from benchmarks.small_trainings import Table
+from benchmarks.small_trainings import Table, changed
 from memstore.eval.filler import Filler
 from memstore.eval.run import TaskPlan, ask, block_tokens, draw, memory_spec, past_of
 from memstore.models.landmark.retrieval import default_retrieval
@@ -45,12 +45,15 @@ def passkeys(model: Any, tokenizer: Any, filler: Filler, length: int, positions:
     return right
 
 
+RECIPE = LANDMARK_RECIPES["landmark-cpu"]
 TABLE = Table(
     text=__doc__,
     name="position-jumps",
-    recipe=LANDMARK_RECIPES["landmark-cpu"],
     # A row has up to 16 blocks, so its positions reach about 2,000 or 32,000 on average.
-    models={"no jumps": {}, **{f"jumps of up to {most:,}": {"position_jump": most} for most in (256, 4096)}},
+    models={
+        "no jumps": RECIPE,
+        **{f"jumps of up to {most:,}": changed(RECIPE, position_jump=most) for most in (256, 4096)},
+    },
     ways=("true", "stingy"),
     lengths=(400, 1024, 4096, 16_384, 65_536),
     count=passkeys,

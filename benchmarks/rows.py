@@ -1,12 +1,14 @@
 """Print the tables that result files hold: each list of records as a table, what else there is as facts.
 
-python -m benchmarks.rows benchmarks/results/landmark-perplexity.json benchmarks/results/questions-ruler.json
+    python -m benchmarks.rows benchmarks/results/landmark-perplexity.json benchmarks/results/questions-ruler.json
+
+A title names the place of a table in its file.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,15 +58,15 @@ def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
             yield before + name, value
 
 
-def main(files: Sequence[str]) -> None:
-    """Print the tables of ``files``."""
-    if not files or files[0].startswith("-"):
-        raise SystemExit(__doc__)
-    for file in files:
+def main() -> None:
+    """Print the tables of the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, help="JSON files")
+    for file in parser.parse_args().files:
         page = Page()
-        page.line(Path(file).name)
-        show(page, json.loads(Path(file).read_text("utf-8")))
+        page.line(file.name)
+        show(page, json.loads(file.read_text("utf-8")))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""Tables of small models that differ in one option: each is trained by a recipe, then asked at several lengths.
+"""Tables of small models: each is trained by a recipe, then asked at several lengths.
 
 ``benchmarks.position_jumps`` and ``benchmarks.two_hops`` are such tables. Trainings go on from their checkpoints,
 measurements from what the file has.
@@ -7,9 +7,9 @@ measurements from what the file has.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from memstore.train.options import Runtime
 from memstore.train.texts import train_recipe
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """The rows of one table: models, ways to ask them, and lengths."""
 
@@ -32,9 +32,8 @@ class Table:
     """The help text."""
     name: str
     """Of the JSON file in ``benchmarks/results``."""
-    recipe: Any
-    models: Mapping[str, Mapping[str, Any]]
-    """For each name, what differs from the recipe's configuration."""
+    models: Mapping[str, Any]
+    """The recipe of each row."""
     ways: tuple[str, ...]
     lengths: tuple[int, ...]
     """Tokens before the question."""
@@ -67,13 +66,10 @@ class Table:
     def measure(self, name: str, options: argparse.Namespace) -> None:
         """Train a model, or go on, and ask what the file does not have yet."""
         folder = options.out / name.replace(" ", "-").replace(",", "")
-        steps = {} if options.steps is None else {"steps": options.steps}
-        changed = dataclasses.replace(
-            self.recipe,
-            model={**self.recipe.model, **self.models[name]},
-            optimisation=dataclasses.replace(self.recipe.optimisation, **steps),
-        )
-        report = train_recipe(changed, folder, runtime=Runtime(device="cpu", save_every=100))
+        recipe = self.models[name]
+        if options.steps is not None:
+            recipe = replace(recipe, optimisation=replace(recipe.optimisation, steps=options.steps))
+        report = train_recipe(recipe, folder, runtime=Runtime(device="cpu", save_every=100))
         with quiet_transformers():
             model, tokenizer = load_folder(folder)
         text = "\n\n".join(read_documents(options.filler))
@@ -100,3 +96,8 @@ class Table:
             for way in self.ways:
                 cells = [str(row.get(way, {}).get(str(length), "-")) for length in lengths]
                 print(f"| {name} | {way} | " + " | ".join(cells) + " |")
+
+
+def changed(recipe: Any, **model: Any) -> Any:
+    """Return the recipe with other options of its model."""
+    return replace(recipe, model={**recipe.model, **model})

@@ -12,7 +12,7 @@ from tests.eval.landmarks import save_landmark
 from tests.tools.conftest import Cli
 
 USAGE, NOT_FOUND, REFUSED = 2, 3, 5
-SMALL = ("--steps", 3, "--context", 93, "--vocabulary", 300)
+SMALL = ("--steps", 3, "--context", 93)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_training_on_a_text_and_its_perplexity(cli: Cli, text: Path, tmp_path: Path) -> None:
     folders = {kind: tmp_path / kind for kind in ("landmark", "full", "xl")}
-    tokenizer: tuple[Any, ...] = ()
+    tokenizer: tuple[Any, ...] = ("--vocabulary", 300)
     for kind, folder in folders.items():
         command = ("train", "landmark", text, "--attention", kind, "--out", folder, *SMALL, *tokenizer)
         done = cli(*command, "--json")
