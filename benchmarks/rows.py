@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memstore.report import Page
+from memstore.report import Page, flattened
 
 
 def show(page: Page, data: Any, title: str = "") -> None:
     """Print one file's content."""
     if _records(data):
-        rows = [dict(_flat(row)) for row in data]
+        rows = [_flat(row) for row in data]
         columns = list(dict.fromkeys(name for row in rows for name in row))
         page.line(f"{title}:")
         page.records([{name: row.get(name) for name in columns} for row in rows])
         page.line()
     elif isinstance(data, Mapping):
-        facts = dict(_flat({name: value for name, value in data.items() if not _holds_records(value)}))
+        facts = _flat({name: value for name, value in data.items() if not _holds_records(value)})
         page.facts({f"{title} {name}".strip(): value for name, value in facts.items()})
         page.line()
         for name, value in data.items():
@@ -48,14 +48,12 @@ def _holds_records(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
 
 
-def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name} ")
-        elif isinstance(value, list):
-            yield before + name, ", ".join(f"{each:.4g}" if isinstance(each, float) else str(each) for each in value)
-        else:
-            yield before + name, value
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _joined(value) if isinstance(value, list) else value for name, value in flattened(row)}
+
+
+def _joined(values: Sequence[Any]) -> str:
+    return ", ".join(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values)
 
 
 def main() -> None:
