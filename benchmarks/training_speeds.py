@@ -32,6 +32,8 @@ from memstore.train.texts import train_recipe
 from memstore.train.trainer import AnswerTrainer
 
 RESULTS = Path(__file__).parent / "results" / "training-speeds.json"
+FULL = "full"
+"""The row that others are compared with."""
 WARM = 20
 """First steps, which are not counted."""
 
@@ -47,7 +49,10 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="print the table of the JSON file, and do nothing else")
     options = parser.parse_args()
     if not options.print:
+        if options.steps <= WARM + 1:
+            parser.error(f"--steps must be above {WARM + 1}: the first {WARM} are not counted")
         torch.set_num_threads(1)
+        options.models = [*dict.fromkeys([*options.models, FULL])]
         rounds = [
             {name: speed(name, options.steps, options.train, seed) for name in options.models}
             for seed in range(options.rounds)
@@ -56,7 +61,7 @@ def main() -> None:
             {
                 "model": name,
                 "tokens_per_second": round(median(each[name] for each in rounds)),
-                "time": round(median(each["full"] / each[name] for each in rounds), 2),
+                "time": round(median(each[FULL] / each[name] for each in rounds), 2),
             }
             for name in options.models
         ]
