@@ -255,9 +255,9 @@ def test_a_model_grows_by_copies_of_its_upper_layers(tmp_path: Path) -> None:
         assert not torch.equal(new.upper[1][layer].attention.out.weight, old.upper[0][layer].attention.out.weight)
     assert torch.equal(new.retrievers[1].query.weight, old.retrievers[0].query.weight)
     small_one.save_pretrained(tmp_path)
-    assert starting(
-        DRTConfig.preset("tiny", upper_layers=[4]), tmp_path, family=DRT, grow=True
-    ).config.upper_layers == [4]
+    wanted = DRTConfig.preset("tiny", upper_layers=[4], window=32)
+    config = starting(wanted, tmp_path, family=DRT, grow=True).config
+    assert (config.upper_layers, config.window) == ([4], 32)
     with pytest.raises(InvalidArgument, match=r"models with lower_layers=3, but .* has 1"):
         starting(DRTConfig.preset("tiny", lower_layers=3), tmp_path, family=DRT, grow=True)
 
